@@ -1,0 +1,22 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint wheel clean
+
+demo: .venv/ready      ## set up .venv and run the main job
+	$(BIN)/python examples/conservation.py
+
+test: .venv/ready      ## set up .venv, then run the linters and all the tests
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=95
+
+wheel: .venv/ready     ## build the wheel into dist/
+	$(BIN)/pip wheel --no-deps -w dist .
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv dist .pytest_cache .ruff_cache .hypothesis .coverage

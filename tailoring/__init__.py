@@ -1,0 +1,26 @@
+"""Tailoring: a model minimises an unsupervised loss on the very query that it is about to answer."""
+
+from . import baselines as baselines
+from . import losses as losses
+from . import nn as nn
+from . import random as random
+from ._adapt import CN as CN
+from ._adapt import Adapter as Adapter
+from ._adapt import Shift as Shift
+from ._adapt import Site as Site
+from ._check import Report as Report
+from ._check import check as check
+from ._outer import OuterLoss as OuterLoss
+from ._outer import outer_losses as outer_losses
+from ._outer import task_losses as task_losses
+from ._rules import LBFGS as LBFGS
+from ._rules import Descent as Descent
+from ._tailored import Tailored as Tailored
+from ._tailored import Trace as Trace
+from ._trees import Inputs as Inputs
+from ._trees import Support as Support
+from ._tune import Tuned as Tuned
+from ._tune import tune as tune
+from ._weights import Weights as Weights
+
+__version__ = "0.1.0"

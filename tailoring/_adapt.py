@@ -1,0 +1,278 @@
+"""Adapters: which tensors belong to a query, and how the model is called with them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ._bound import Bound
+from ._rules import State
+from ._sites import At, Edit, Function, Seen, check_at, describe, intercepted, matching, watch
+from ._trees import copies_per_query, repeat_rows
+
+_CHANNELS_SECOND = (
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,  # BatchNorm and InstanceNorm
+    nn.GroupNorm,
+)
+_CHANNELS_LAST = (
+    nn.Linear,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Embedding,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+_NOT_HIDDEN = (nn.MultiheadAttention, nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a state acts: a tensor of a module's output, or (for `Weights`) a parameter."""
+
+    key: str  # the prefix of its names in the state
+    module: str
+    call: int  # which of the module's calls in one forward pass
+    leaf: int  # which tensor of the module's output
+    rows: int  # the dimension of that tensor that holds the queries
+    channels: int  # the dimension that holds the channels
+    shape: tuple[int, ...]  # what one query owns
+    dtype: torch.dtype
+
+
+class Adapter:
+    """What every adapter offers to the inner loop.
+
+    `sites(model, x)` tells where it acts, `init(model, sites, queries)` makes the state that changes nothing, and
+    `call(model, sites, state, function, args, kwargs)` computes `function(model, *args, **kwargs)` as adapted by the state.
+    """
+
+    learned_start = False
+
+    def rows(self, queries: int) -> int:
+        """How many rows a state has for so many queries."""
+        return queries
+
+    def reduce(self, losses: Tensor, rows: int) -> Tensor:
+        """The loss of each row of the state, from that of each query."""
+        return losses
+
+    def bind(self, model: Bound, x: Any) -> Bound:
+        """What the loss is given in place of the model; an adapter may refuse there what it cannot serve."""
+        return model
+
+    def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
+        raise NotImplementedError
+
+    def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
+        raise NotImplementedError
+
+    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, function: Function, args: Any, kwargs: Any) -> Any:
+        """By default, edit the outputs of the modules at the sites."""
+        edits = {name: _edit_outputs(name, group, state, self.edit) for name, group in _by_module(sites).items()}
+        with intercepted(model, edits):
+            return function(model, *args, **kwargs)
+
+    def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(a if isinstance(a, str) else a.__name__ for a in getattr(self, 'at', ()))})"
+
+
+class CN(Adapter):
+    """Conditional normalisation: a scale and a shift of each channel after the chosen modules.
+
+        h_k  ->  gamma_k h_k + beta_k,   gamma = 1 and beta = 0 at the start
+
+    Modules are chosen by type, name or fnmatch pattern; with none given, all normalisation layers, or, in a model without any,
+    all hidden activations. Gamma and beta of a module are (queries, channels). A module that runs several times in a forward pass
+    has a pair for each of its calls. `learned_start` trains what gamma and beta start from in the outer loop. `channels` names
+    the dimension of the channels where it cannot be told from the layers around (a 3-dimensional output of unknown origin).
+    """
+
+    def __init__(self, *at: At, learned_start: bool = False, channels: int | None = None):
+        self.at, self.learned_start, self.channels = check_at(at), learned_start, channels
+
+    def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
+        modules = dict(model.named_modules())
+        seen = watch(model, x)
+        ran = {s.name for s in seen}
+        chosen = matching(self.at, modules) & ran if self.at else _default_names(seen, modules)
+        sites = [
+            _site(s, seen, modules, channels=self.channels)
+            for s in seen
+            if s.name in chosen and s.floating and (s.leaf == 0 or _is_last_hidden(s, modules))
+        ]
+        if not self.at:
+            sites = [site for site in sites if site is not None]
+        if not sites:
+            asked = f"chosen by {self!r} runs" if self.at else "is a normalisation layer or an activation"
+            raise ValueError(f"no module that {asked} in this forward pass; name the modules to adapt, the model has: {describe(modules)}")
+        for s in sites:
+            if s is None:
+                raise ValueError(f"{self!r} chooses a module whose output has no row per query; the model has: {describe(modules)}")
+        return tuple(s for s in sites if s is not None)
+
+    def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
+        state: State = {}
+        for s in sites:
+            state.setdefault(f"{s.key}.gamma", torch.ones(queries, *s.shape, dtype=s.dtype, device=device))
+            state.setdefault(f"{s.key}.beta", torch.zeros(queries, *s.shape, dtype=s.dtype, device=device))
+        return state
+
+    def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
+        gamma, beta = state[f"{site.key}.gamma"], state[f"{site.key}.beta"]
+        rows = out.shape[site.rows]
+        copies = copies_per_query(rows, gamma.shape[0], f"output of {site.module!r}")
+        shape = [1] * out.ndim
+        shape[site.rows], shape[site.channels] = rows, gamma.shape[1]
+        gamma, beta = (repeat_rows(t, copies).reshape(shape) for t in (gamma, beta))  # (queries, C) -> (queries * copies, 1, C, 1)
+        return (gamma * out + beta).to(out.dtype)  # gamma_k h_k(x) + beta_k, Sec. 4
+
+
+class Shift(Adapter):
+    """A free offset added to the output of one module: tailoring a representation itself (Sec. 5.3).
+
+    The offset has the shape of the output for one query; several rows of a query (augmented views) share it.
+    """
+
+    def __init__(self, at: At, *, learned_start: bool = False):
+        self.at, self.learned_start = check_at((at,)), learned_start
+
+    def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
+        modules = dict(model.named_modules())
+        chosen = matching(self.at, modules)
+        if len(chosen) > 1:
+            raise ValueError(f"Shift moves the output of one module, but {self.at[0]!r} chooses {sorted(chosen)}")
+        seen = [s for s in watch(model, x) if s.name in chosen]
+        found = [s for s in seen if s.floating and s.rows is not None]
+        if not found:
+            raise ValueError(f"{self!r}: the module has no floating-point output with a row per query in this forward pass")
+        single = len(found) == 1
+        return tuple(_owned(s, s.name if single else f"{s.name}:{i}") for i, s in enumerate(found))
+
+    def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
+        return {f"{s.key}.shift": torch.zeros(queries, *s.shape, dtype=s.dtype, device=device) for s in sites}
+
+    def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
+        shift = state[f"{site.key}.shift"]
+        copies = copies_per_query(out.shape[site.rows], shift.shape[0], f"output of {site.module!r}")
+        return (out + repeat_rows(shift, copies).movedim(0, site.rows)).to(out.dtype)
+
+
+def _by_module(sites: Iterable[Site]) -> dict[str, list[Site]]:
+    groups: dict[str, list[Site]] = defaultdict(list)
+    for site in sites:
+        groups[site.module].append(site)
+    return groups
+
+
+def _edit_outputs(name: str, sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor]) -> Edit:
+    """An edit for `intercepted`: the n-th call of the module is answered by its n-th sites."""
+    calls = 1 + max(site.call for site in sites)
+    count = [0]
+
+    def edit_output(_module: nn.Module, _inputs: Any, out: Any) -> Any:
+        call = count[0]
+        count[0] += 1
+        if call >= calls:
+            raise RuntimeError(
+                f"module {name!r} ran more often than in the first forward pass ({calls} times); adapt a module that runs "
+                "a fixed number of times, or give each use a module of its own"
+            )
+        here = [site for site in sites if site.call == call]
+        if isinstance(out, Tensor):
+            return edit(out, here[0], state) if here else out
+        leaves, spec = pytree.tree_flatten(out)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for site in here:
+            leaves[at[site.leaf]] = edit(leaves[at[site.leaf]], site, state)
+        return pytree.tree_unflatten(leaves, spec)
+
+    return edit_output
+
+
+def _default_names(seen: list[Seen], modules: dict[str, nn.Module]) -> set[str]:
+    ran = {s.name for s in seen if s.rows is not None}
+    norms = {name for name in ran if _is_norm(modules[name])}
+    answers = {s.name for s in seen if s.is_answer}
+    return norms or {name for name in ran - answers if _is_activation(modules[name])}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    known = isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm)
+    return known or (
+        "norm" in type(module).__name__.lower() and not list(module.children()) and not isinstance(module, nn.LocalResponseNorm)
+    )
+
+
+def _is_activation(module: nn.Module) -> bool:
+    if isinstance(module, nn.RNNBase):  # its output is a hidden activation
+        return True
+    return type(module).__module__.split(".")[-1].startswith("activation") and not isinstance(module, _NOT_HIDDEN)
+
+
+def _is_last_hidden(s: Seen, modules: dict[str, nn.Module]) -> bool:
+    """The final hidden state of a recurrent layer is part of its output sequence, and adapted with it."""
+    module = modules[s.name]
+    return s.leaf == 1 and isinstance(module, nn.RNNBase) and not module.bidirectional and not getattr(module, "proj_size", 0)
+
+
+def _site(s: Seen, seen: list[Seen], modules: dict[str, nn.Module], channels: int | None) -> Site | None:
+    if s.rows is None:
+        return None
+    dim = _channel_dimension(s, seen, modules) if channels is None else channels % len(s.shape)
+    if dim == s.rows:
+        raise ValueError(f"dimension {dim} of the output of {s.name!r} holds the queries and cannot hold the channels too")
+    calls = 1 + max(other.call for other in seen if other.name == s.name)
+    key = s.name if calls == 1 else f"{s.name}:{s.call}"
+    return Site(key, s.name, s.call, s.leaf, s.rows, dim, (s.shape[dim],), _state_dtype(s))
+
+
+def _channel_dimension(s: Seen, seen: list[Seen], modules: dict[str, nn.Module]) -> int:
+    assert s.rows is not None
+    if len(s.shape) < 2:
+        raise ValueError(f"the output of {s.name!r} has shape {s.shape}: no dimension for channels")
+    if len(s.shape) == 2:
+        return 1 - s.rows
+    dim = _known_channels(s, modules[s.name])
+    if dim is None:  # an activation, a block, a user's module: as in the nearest layer before it, or around it, that tells
+        earlier = seen[: seen.index(s)]
+        votes = [_known_channels(o, modules[o.name]) for o in reversed(earlier) if len(o.shape) == len(s.shape) and o.rows == s.rows]
+        dim = next((vote for vote in votes if vote is not None), 1 if len(s.shape) > 3 else None)
+    if dim is None:
+        asked = f"which dimension of the output of {s.name!r}, shape {s.shape}, holds the channels"
+        raise ValueError(f"cannot tell {asked}; say CN(..., channels=1) or channels=-1")
+    return dim
+
+
+def _known_channels(s: Seen, module: nn.Module) -> int | None:
+    if isinstance(module, _CHANNELS_SECOND):
+        return 1
+    if isinstance(module, _CHANNELS_LAST):
+        return len(s.shape) - 1
+    weight = getattr(module, "weight", None)
+    if _is_norm(module) and isinstance(weight, Tensor) and weight.ndim == 1:  # a norm layer of the user's
+        for dim in (len(s.shape) - 1, 1):
+            if s.shape[dim] == len(weight):
+                return dim
+    return None
+
+
+def _owned(s: Seen, key: str) -> Site:
+    assert s.rows is not None
+    shape = s.shape[: s.rows] + s.shape[s.rows + 1 :]
+    return Site(key, s.name, s.call, s.leaf, s.rows, -1, shape, _state_dtype(s))
+
+
+def _state_dtype(s: Seen) -> torch.dtype:
+    return torch.promote_types(s.dtype, torch.float32)  # a step of 1e-3 from gamma = 1 is lost in bfloat16

@@ -1,0 +1,152 @@
+"""`check`: does each query of a batch get its own answer, whatever its neighbours are?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._sites import intercepted
+from ._tailored import Tailored
+from ._trees import count_rows, map_tensors, model_call, take_rows, tensors
+
+_REMEDIES = (
+    (nn.modules.batchnorm._BatchNorm, "put it in eval mode with running statistics, or use GroupNorm or LayerNorm"),
+    (nn.modules.dropout._DropoutNd, "put it in eval mode"),
+    ((nn.RNNBase, nn.MultiheadAttention), "give it batch_first=True, or inputs with the sequence first, so that its rows are the queries"),
+)
+_GENERAL = "normalise, attend and average within a query only, never over the first dimension"
+_SEEDED = "put dropout in eval mode and draw noise with tailoring.random from model.seeds"
+
+
+@dataclass(frozen=True)
+class Problem:
+    where: str
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}. Remedy: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found; true if all is well."""
+
+    problems: tuple[Problem, ...]
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems)) or "every query is answered on its own"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One module's call: what went in and what came out."""
+
+    name: str
+    module: nn.Module
+    given: list[Tensor]
+    out: list[Tensor]
+
+
+def check(model: nn.Module, x: Any, *, rtol: float = 1e-3, atol: float = 1e-5) -> Report:
+    """Look for leakage between the queries of a model, and of its tailoring loss and adaptation if it is a `Tailored`.
+
+    One query of `x` is changed and the answers to all others are watched, module by module: the module named is the innermost
+    one whose inputs stayed the same for them while its output did not. The same is done for nothing changed at all (randomness).
+    """
+    queries = count_rows(x)
+    if queries < 2:
+        raise ValueError(f"leakage between queries shows in a batch of at least two, not {queries}")
+    same = functools.partial(_same_rows, rows=torch.arange(1, queries), queries=queries, rtol=rtol, atol=atol)
+    everyone = functools.partial(_same_rows, rows=torch.arange(queries), queries=queries, rtol=rtol, atol=atol)
+    changed = _change_first(x)
+    net = model.net if isinstance(model, Tailored) else model
+    with torch.no_grad():
+        before, again, after = (_record(net, value) for value in (x, x, changed))
+        problems = [
+            _find(before, again, everyone, "answers the same input differently each time", _SEEDED),
+            _find(before, after, same, "mixes the queries of a batch", _GENERAL),
+        ]
+    if isinstance(model, Tailored) and not any(problems):
+        problems += _check_tailoring(model, x, changed, same, everyone)
+    return Report(tuple(p for p in problems if p is not None))
+
+
+def _check_tailoring(
+    model: Tailored, x: Any, changed: Any, same: Callable[..., bool], everyone: Callable[..., bool]
+) -> list[Problem | None]:
+    name = getattr(model.loss, "__name__", type(model.loss).__name__)
+    start = model.trace(x).losses[:1].mT, model.trace(x).losses[:1].mT, model.trace(changed).losses[:1].mT
+    answers = [tensors(model(value)) for value in (x, changed)]
+    alone = [tensors(model(take_rows(x, slice(i, i + 1)))) for i in range(count_rows(x))]
+    separately = [torch.cat(parts) for parts in zip(*alone, strict=True)]
+    if not everyone([start[0]], [start[1]]):
+        return [Problem(f"tailoring loss {name}", "gives the same query another value each time", _SEEDED)]
+    if not same([start[0]], [start[2]]):
+        return [Problem(f"tailoring loss {name}", "mixes the queries of a batch", "let every query's value depend on its own rows only")]
+    what = f"adaptation with {model.adapt!r} and {type(model.rule).__name__}"
+    remedy = "adapt per query (not Shared) with an optimiser that treats rows separately (no norm over the whole batch)"
+    if not same(answers[0], answers[1]):
+        return [Problem(what, "mixes the queries of a batch", remedy)]
+    if not everyone(answers[0], separately):
+        return [Problem(what, "answers a query in a batch otherwise than alone", remedy)]
+    return []
+
+
+def _change_first(x: Any) -> Any:
+    """The same queries but for the first, whose numbers are others."""
+
+    def change(t: Tensor) -> Tensor:
+        if not t.ndim:
+            return t
+        t = t.clone()
+        if t.is_floating_point():
+            noise = torch.randn(t[0].shape, generator=torch.Generator().manual_seed(0)).to(t)
+            t[0] += noise * t.float().std().nan_to_num(1.0).clamp(min=1e-3).to(t.dtype)
+        else:
+            t[0] = t[1]  # whole numbers keep to values that are known to be valid
+        return t
+
+    return map_tensors(change, x)
+
+
+def _record(net: nn.Module, x: Any) -> list[_Record]:
+    records: list[_Record] = []
+
+    def note(name: str, module: nn.Module, given: Any, out: Any) -> None:
+        records.append(_Record(name, module, [t.clone() for t in tensors(given)], [t.clone() for t in tensors(out)]))
+
+    with intercepted(net, {name: functools.partial(note, name) for name, _ in net.named_modules()}):
+        args, kwargs = model_call(x)
+        net(*args, **kwargs)
+    return records
+
+
+def _find(before: list[_Record], after: list[_Record], same: Callable[..., bool], what: str, remedy: str) -> Problem | None:
+    for a, b in zip(before, after, strict=False):
+        if same(a.given, b.given) and not same(a.out, b.out):
+            remedy = next((text for kind, text in _REMEDIES if isinstance(a.module, kind)), remedy)
+            return Problem(f"module {a.name or '(the model itself)'} ({type(a.module).__name__})", what, remedy)
+    return None
+
+
+def _same_rows(a: list[Tensor], b: list[Tensor], *, rows: Tensor, queries: int, rtol: float, atol: float) -> bool:
+    return len(a) == len(b) and all(_same_tensor(p, q, rows, queries, rtol, atol) for p, q in zip(a, b, strict=True))
+
+
+def _same_tensor(a: Tensor, b: Tensor, rows: Tensor, queries: int, rtol: float, atol: float) -> bool:
+    if a.shape != b.shape:
+        return False
+    along = next((d for d in range(min(a.ndim, 2)) if a.shape[d] and a.shape[d] % queries == 0), None)
+    if along is None:  # nothing here belongs to a single query
+        return True
+    a, b = (t.movedim(along, 0).reshape(queries, -1)[rows.to(t.device)].double() for t in (a, b))
+    return torch.allclose(a, b, rtol=rtol, atol=atol * max(1.0, float(a.abs().max()) if a.numel() else 1.0), equal_nan=True)

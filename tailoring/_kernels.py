@@ -1,0 +1,73 @@
+"""Kernels that tailoring can differentiate.
+
+PyTorch's fast paths skip submodules (so adapters never see them) or lack the derivative that tailoring needs: fused attention
+has no second derivative, cuDNN's recurrent kernels have no backward pass in eval mode. Their switches are global to the process,
+so they are counted: the first call that needs them off turns them off, the last one that ends restores them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+
+class _Switch:
+    def __init__(self, read: Callable[[], bool], write: Callable[[bool], None]):
+        self.read, self.write = read, write
+        self.lock, self.users, self.before = threading.Lock(), 0, True
+
+    def off(self) -> None:
+        with self.lock:
+            if self.users == 0:
+                self.before = self.read()
+                self.write(False)
+            self.users += 1
+
+    def restore(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                self.write(self.before)
+
+
+def _set_cudnn(enabled: bool) -> None:
+    torch.backends.cudnn.enabled = enabled
+
+
+def _set_mkldnn(enabled: bool) -> None:
+    torch.backends.mkldnn.set_flags(enabled)
+
+
+_cuda = torch.backends.cuda
+_FAST_MODULES = _Switch(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled)
+_FUSED_ATTENTION = (
+    _Switch(_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    _Switch(_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    _Switch(_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+)
+_RECURRENT = (
+    _Switch(lambda: bool(torch.backends.cudnn.enabled), _set_cudnn),
+    _Switch(lambda: bool(torch.backends.mkldnn.enabled), _set_mkldnn),
+)
+
+
+@contextmanager
+def plain_kernels(model: nn.Module, *, graph: bool) -> Iterator[None]:
+    """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice."""
+    if torch.compiler.is_compiling():  # dynamo traces the plain operations; the switches are not its to set
+        yield
+        return
+    switches = [_FAST_MODULES]
+    if graph:
+        switches += _FUSED_ATTENTION
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        switches += _RECURRENT
+    with ExitStack() as stack:
+        for switch in switches:
+            switch.off()
+            stack.callback(switch.restore)
+        yield

@@ -1,0 +1,76 @@
+"""What trains in the outer loop besides the model, and the names under which all of it is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ._rules import State
+
+
+class Learned(nn.Module):
+    """The outer loop's own parameters: those of a loss that is a module, of a learned `lr`, of a learned start."""
+
+    def __init__(self, loss: Callable[..., Tensor], lr: Any, learned_start: bool):
+        super().__init__()
+        self.loss = loss
+        rates = dict(lr) if isinstance(lr, Mapping) else {"all": lr}
+        self.lr = nn.ParameterDict({_key(name): rate for name, rate in rates.items() if isinstance(rate, nn.Parameter)})
+        self.start = nn.ParameterDict()
+        self.wants_start = learned_start
+
+    def set_start(self, identity: State) -> None:
+        """One row of the identity becomes the start that is learned."""
+        for name, t in identity.items():
+            self.start[_key(name)] = nn.Parameter(t[0].clone())
+
+    def start_for(self, rows: int, names: Iterator[str] | Mapping[str, Any]) -> State:
+        return {name: self.start[_key(name)].expand(rows, *self.start[_key(name)].shape) for name in names}
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")  # parameters' names must not hold dots
+
+
+class OwnNames(nn.Module):
+    """A wrapper whose parameters, buffers and checkpoints have the names they have in the wrapped model."""
+
+    tailoring: Learned
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+        self.register_state_dict_post_hook(_drop_prefix)
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        if self.tailoring.wants_start and not self.tailoring.start:
+            raise RuntimeError("the learned start has no shape yet: call model.prepare(x) with an example input first")
+        yield from _own_names(super().named_parameters(prefix, recurse, remove_duplicate), prefix)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        yield from _own_names(super().named_buffers(prefix, recurse, remove_duplicate), prefix)
+
+
+def _own_names(named: Iterator[tuple[str, Any]], prefix: str) -> Iterator[tuple[str, Any]]:
+    before = f"{prefix}." if prefix else ""
+    for name, value in named:
+        yield before + name.removeprefix(before).removeprefix("net."), value
+
+
+def _drop_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(f"{prefix}net.")]:
+        state_dict[prefix + key.removeprefix(f"{prefix}net.")] = state_dict.pop(key)
+
+
+def _add_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = key.removeprefix(prefix)
+        if name.startswith("tailoring.start.") and module.tailoring.wants_start:  # a start that this model has not made yet
+            start = name.removeprefix("tailoring.start.")
+            if start not in module.tailoring.start:
+                module.tailoring.start[start] = nn.Parameter(state_dict[key].clone())
+        elif not name.startswith("tailoring."):
+            state_dict[f"{prefix}net.{name}"] = state_dict.pop(key)

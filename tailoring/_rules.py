@@ -1,0 +1,202 @@
+"""How a state moves, given the gradient of each query's tailoring loss.
+
+A rule is a pair of pure functions over `dict[str, Tensor]`, every tensor with one row per query:
+
+    memory = rule.init(moved)
+    move, memory = rule.update(grads, memory, moved=..., values=..., step=...)
+
+where `moved` is how far the state has come from its start and `values` (queries,) are the losses there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+Rate = float | Sequence[float] | Tensor  # one for all steps, or one per step
+Rates = Rate | Mapping[str, Rate]  # one for all of the state, or by (pattern of) name
+
+
+class Rule(Protocol):
+    searches: bool  # takes back a step that made a loss infinite, so that is no failure
+    differentiable: bool
+
+    def init(self, moved: State) -> Any: ...
+
+    def update(self, grads: State, memory: Any, *, moved: State, values: Tensor, step: int) -> tuple[State, Any]: ...
+
+
+class Descent:
+    """Gradient descent: `move = -lr * v`, `v = momentum * v + clip(grad + proximal * moved)`.
+
+    `clip` bounds the norm of each query's own gradient, over all of its state. `proximal` is the weight rho of
+    rho/2 |state - start|^2, which keeps the state near its start (the paper's theta' ~ theta).
+    """
+
+    searches = False
+    differentiable = True
+
+    def __init__(self, lr: Rates, *, momentum: float = 0.0, clip: float | None = None, proximal: float = 0.0):
+        self.lr, self.momentum, self.clip, self.proximal = lr, momentum, clip, proximal
+        for rate in lr.values() if isinstance(lr, Mapping) else [lr]:
+            _check_rate(rate)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be positive, not {clip}")
+        if not proximal >= 0:
+            raise ValueError(f"proximal must not be negative, but it is {proximal}")
+
+    def init(self, moved: State) -> State:
+        return {name: torch.zeros_like(t) for name, t in moved.items()} if self.momentum else {}
+
+    def update(self, grads: State, memory: State, *, moved: State, values: Tensor, step: int) -> tuple[State, State]:
+        if self.proximal:
+            grads = {name: g + self.proximal * moved[name] for name, g in grads.items()}
+        if self.clip is not None:
+            grads = _clipped(grads, self.clip)
+        if self.momentum:
+            grads = memory = {name: self.momentum * memory[name] + g for name, g in grads.items()}
+        return {name: -self.rate(name, step) * g for name, g in grads.items()}, memory
+
+    def rate(self, name: str, step: int) -> float | Tensor:
+        """The step size of one tensor of the state at one step."""
+        rate = self.lr
+        if isinstance(rate, Mapping):
+            found = [key for key in rate if key == name or fnmatchcase(name, key)]
+            if not found:
+                raise ValueError(f"lr names no step size for {name!r}; it has: {list(rate)}")
+            rate = rate[name if name in rate else found[0]]
+        if isinstance(rate, Tensor):
+            return rate[step] if rate.ndim else rate
+        return rate[step] if isinstance(rate, Sequence) else rate
+
+    def check_steps(self, steps: int) -> None:
+        for rate in self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]:
+            count = len(rate) if isinstance(rate, Sequence) or (isinstance(rate, Tensor) and rate.ndim) else steps
+            if count < steps:
+                raise ValueError(f"lr has {count} step sizes for {steps} steps")
+
+
+def _check_rate(rate: Rate) -> None:
+    if isinstance(rate, Tensor) and rate.ndim > 1:
+        raise ValueError(f"a tensor lr has no dimension (one for all steps) or one (a step size per step), not shape {tuple(rate.shape)}")
+    numbers: Iterable[Any] = (
+        rate.detach().reshape(-1).tolist() if isinstance(rate, Tensor) else rate if isinstance(rate, Sequence) else [rate]
+    )
+    if not all(number >= 0 for number in numbers):
+        raise ValueError(f"lr must not be negative, but it is {rate}")
+
+
+def _clipped(grads: State, most: float) -> State:
+    squares = sum(g.flatten(1).square().sum(1) for g in grads.values())
+    assert isinstance(squares, Tensor)
+    scale = most * squares.clamp(min=most**2).rsqrt()  # 1 inside the ball, with no 0/0 at a zero gradient
+    return {name: g * scale.reshape(-1, *[1] * (g.ndim - 1)) for name, g in grads.items()}
+
+
+class Functional:
+    """Any optimiser with pure `init(params)` and `update(grads, state)`, such as torchopt's."""
+
+    searches = False
+    differentiable = True
+
+    def __init__(self, optimizer: Any):
+        missing = [name for name in ("init", "update") if not callable(getattr(optimizer, name, None))]
+        if missing:
+            raise TypeError(
+                f"an inner optimizer needs init(params) and update(grads, state); {type(optimizer).__name__} has no {missing[0]}"
+            )
+        self.optimizer = optimizer
+        self.accepts = set(inspect.signature(optimizer.update).parameters)
+
+    def init(self, moved: State) -> Any:
+        return self.optimizer.init(moved)
+
+    def update(self, grads: State, memory: Any, *, moved: State, values: Tensor, step: int) -> tuple[State, Any]:
+        options = {"params": moved, "inplace": False}  # torchopt works in place unless told otherwise
+        return self.optimizer.update(grads, memory, **{k: v for k, v in options.items() if k in self.accepts})
+
+
+class LBFGS:
+    """Limited-memory BFGS with a line search of each query's own (Nocedal and Wright, Algorithm 7.5), at prediction time.
+
+    All queries share every evaluation of the loss, and each makes of it what its own search needs: where the loss fell enough
+    (Armijo's condition) the point is accepted and a new direction chosen, elsewhere the trial step is halved. So `steps` is the
+    number of evaluations, and the best point seen is the answer.
+    """
+
+    searches = True
+    differentiable = False
+
+    def __init__(self, lr: float = 1.0, *, history: int = 10, armijo: float = 1e-4):
+        if not (lr > 0 and history > 0 and 0 < armijo < 1):
+            raise ValueError(f"LBFGS needs lr > 0, history > 0 and 0 < armijo < 1, not {lr}, {history}, {armijo}")
+        self.lr, self.history, self.armijo = lr, history, armijo
+
+    def init(self, moved: State) -> dict[str, Tensor]:
+        point = _flat(moved)  # (queries, numbers)
+        past = point.new_zeros(self.history, *point.shape)
+        return {"point": point, "s": past, "y": past.clone(), "rho": past[..., 0].clone()}
+
+    def update(
+        self, grads: State, memory: dict[str, Tensor], *, moved: State, values: Tensor, step: int
+    ) -> tuple[State, dict[str, Tensor]]:
+        trial, grad = _flat(moved), _flat(grads)
+        if step == 0:
+            direction = -grad
+            length = self.lr / grad.abs().sum(1).clamp(min=1.0)  # no curvature known yet: a short first step
+            memory = memory | {"value": values, "grad": grad, "direction": direction, "length": length}
+        else:
+            memory = self._judge(trial, grad, values, memory)
+        move = memory["point"] + memory["length"][:, None] * memory["direction"] - trial
+        return _like(move, moved), memory
+
+    def _judge(self, trial: Tensor, grad: Tensor, values: Tensor, old: dict[str, Tensor]) -> dict[str, Tensor]:
+        slope = (old["grad"] * old["direction"]).sum(1)
+        accept = (values <= old["value"] + self.armijo * old["length"] * slope) & grad.isfinite().all(1)
+        s, y = trial - old["point"], grad - old["grad"]
+        curvature = (s * y).sum(1)
+        learn = accept & (curvature > 1e-10 * y.square().sum(1).clamp(min=1e-30))  # keeps the inverse Hessian positive
+        new = {"point": trial, "value": values, "grad": grad, "length": torch.full_like(values, self.lr)}
+        new = {name: torch.where(_fit(accept, t), t, old[name]) for name, t in new.items()}
+        new["length"] = torch.where(accept, new["length"], old["length"] / 2)
+        pairs = {"s": s, "y": y, "rho": torch.where(learn, 1 / curvature, 0.0)}
+        for name, t in pairs.items():  # newest last
+            new[name] = torch.where(_fit(learn, t), torch.cat([old[name][1:], t[None]]), old[name])
+        direction = self._direction(new)
+        downhill = (direction * new["grad"]).sum(1) < 0
+        direction = torch.where(downhill[:, None], direction, -new["grad"])
+        new["direction"] = torch.where(accept[:, None], direction, old["direction"])
+        return new
+
+    def _direction(self, m: dict[str, Tensor]) -> Tensor:
+        """The two-loop recursion, -H grad; an empty place in the history has rho = 0 and does nothing."""
+        q, alphas = m["grad"], []
+        for i in reversed(range(self.history)):
+            alphas.append(m["rho"][i] * (m["s"][i] * q).sum(1))
+            q = q - alphas[-1][:, None] * m["y"][i]
+        last = m["rho"][-1] * m["y"][-1].square().sum(1)
+        q = q / torch.where(last > 0, last, 1.0)[:, None]  # the newest pair scales the first guess of H
+        for i, alpha in enumerate(reversed(alphas)):
+            q = q + m["s"][i] * (alpha - m["rho"][i] * (m["y"][i] * q).sum(1))[:, None]
+        return -q
+
+
+def _flat(state: State) -> Tensor:
+    return torch.cat([t.flatten(1) for t in state.values()], 1)
+
+
+def _like(flat: Tensor, state: State) -> State:
+    parts = flat.split([t[0].numel() for t in state.values()], 1)
+    return {name: part.reshape(t.shape) for part, (name, t) in zip(parts, state.items(), strict=True)}
+
+
+def _fit(mask: Tensor, t: Tensor) -> Tensor:
+    return mask.reshape(-1, *[1] * (t.ndim - 1))

@@ -1,0 +1,147 @@
+"""Finding the modules to adapt, and standing in their way for one call."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._kernels import plain_kernels
+from ._trees import Call, map_tensors, model_call, tensors
+
+At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
+Function = Callable[..., Any]  # function(model, *args, **kwargs): what is to be computed with an adapted model
+Edit = Callable[[nn.Module, Any, Any], Any]  # (module, its inputs, its output) -> the output to use instead, or None
+
+
+@contextmanager
+def intercepted(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
+    """Within the block, `edits[name]` sees every output of the submodule `name` and may replace it.
+
+    Eager code uses forward hooks that answer only to the thread that set them, so that threads may share a model. Dynamo cannot
+    trace the registration of a hook; while it traces (one thread) the instance's `forward` is shadowed instead.
+    """
+    shadow = torch.compiler.is_compiling()
+    undo: list[Callable[[], Any]] = []
+    try:
+        for name, edit in edits.items():
+            module = model.get_submodule(name)
+            undo.append(_shadow_forward(module, edit) if shadow else _hook(module, edit))
+        yield
+    finally:
+        for step in reversed(undo):
+            step()
+
+
+def _hook(module: nn.Module, edit: Edit) -> Callable[[], None]:
+    owner = threading.get_ident()
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        return edit(module, (args, kwargs), out) if threading.get_ident() == owner else None
+
+    return module.register_forward_hook(hook, with_kwargs=True).remove
+
+
+def _shadow_forward(module: nn.Module, edit: Edit) -> Callable[[], Any]:
+    before = module.__dict__.get("forward")
+    forward = before or type(module).forward.__get__(module)
+
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        new = edit(module, (args, kwargs), out)
+        return out if new is None else new
+
+    module.__dict__["forward"] = edited
+    if before is None:
+        return functools.partial(module.__dict__.pop, "forward", None)
+    return functools.partial(module.__dict__.__setitem__, "forward", before)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One tensor of one output of one module, as seen on trial inputs."""
+
+    name: str
+    call: int  # which of the module's calls in this forward pass
+    leaf: int  # which tensor of its output
+    rows: int | None  # the dimension that grew with the number of queries
+    shape: tuple[int, ...]  # with two queries
+    floating: bool
+    dtype: torch.dtype
+    is_answer: bool  # the model returned this very tensor
+
+
+def watch(model: nn.Module, x: Any) -> list[Seen]:
+    """Every module's outputs in the order in which they arrive, from two trial passes with two and with three queries.
+
+    The trial batches repeat the first query: the dimension that holds the queries is the one that grows from two to three.
+    """
+    with torch.no_grad(), plain_kernels(model, graph=False):
+        two, three = (_watch_once(model, model_call(_repeat_first(x, n))) for n in (2, 3))
+    if [key for key, *_ in two] != [key for key, *_ in three]:
+        raise ValueError(
+            "the model calls its modules differently for batches of two and of three equal queries: its queries are not independent"
+        )
+    return [
+        Seen(*key, _row_dimension(a.shape, b.shape), tuple(a.shape), a.is_floating_point(), a.dtype, is_answer)
+        for (key, a, is_answer), (_, b, _) in zip(two, three, strict=True)
+    ]
+
+
+def _repeat_first(x: Any, times: int) -> Any:
+    return map_tensors(lambda t: t[:1].expand(times, *t.shape[1:]).contiguous() if t.ndim else t, x)
+
+
+def _watch_once(model: nn.Module, call: Call) -> list[tuple[tuple[str, int, int], Tensor, bool]]:
+    log: list[tuple[tuple[str, int, int], Tensor]] = []
+    calls: dict[str, int] = {}
+
+    def note(name: str, _module: nn.Module, _inputs: Any, out: Any) -> None:
+        calls[name] = calls.get(name, -1) + 1
+        log.extend(((name, calls[name], leaf), t) for leaf, t in enumerate(tensors(out)))
+
+    with intercepted(model, {name: functools.partial(note, name) for name, _ in model.named_modules()}):
+        args, kwargs = call
+        answers = {id(t) for t in tensors(model(*args, **kwargs))}
+    return [(key, t, id(t) in answers) for key, t in log]
+
+
+def _row_dimension(two: torch.Size, three: torch.Size) -> int | None:
+    if len(two) != len(three):
+        return None
+    grown = [d for d, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
+    return grown[0] if len(grown) == 1 and two[grown[0]] * 3 == three[grown[0]] * 2 else None
+
+
+def matching(at: tuple[At, ...], names: Mapping[str, nn.Module]) -> set[str]:
+    """The names of the modules that `at` chooses. Every entry must choose something."""
+    chosen: set[str] = set()
+    for entry in at:
+        if isinstance(entry, str):
+            found = {name for name in names if name == entry or fnmatchcase(name, entry)}
+        else:
+            found = {name for name, module in names.items() if isinstance(module, entry)}
+        if not found:
+            label = repr(entry) if isinstance(entry, str) else entry.__name__
+            raise ValueError(f"no module matches {label}; the model has: {describe(names)}")
+        chosen |= found
+    return chosen
+
+
+def describe(names: Mapping[str, nn.Module], most: int = 40) -> str:
+    listed = [f"{name} ({type(module).__name__})" for name, module in names.items() if name]
+    return ", ".join(listed[:most]) + (f", and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def check_at(at: tuple[At, ...]) -> tuple[At, ...]:
+    for entry in at:
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(f"a module is chosen by name, pattern or type, not by {entry!r}")
+    return at

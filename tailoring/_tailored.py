@@ -1,0 +1,373 @@
+"""`Tailored`: a model that looks at each query before it answers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ._adapt import CN, Adapter, Site
+from ._bound import Bound
+from ._inner import Backprop, Keep, Moment, descend
+from ._kernels import plain_kernels
+from ._learned import Learned, OwnNames
+from ._rules import LBFGS, Descent, Functional, Rates, State
+from ._trees import (
+    Inputs,
+    as_call,
+    cat_rows,
+    choose_rows,
+    count_rows,
+    map_tensors,
+    model_call,
+    split_rows,
+    take_rows,
+    tensors,
+)
+from ._validate import check_losses, check_settings, check_state, refuse_mixing_modules
+
+Loss = Callable[..., Tensor]  # loss(model, x) -> (queries,)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened to each query of a batch."""
+
+    prediction: Any
+    losses: Tensor  # (steps + 1, queries): the tailoring loss before the first step and after each
+    steps: Tensor  # (queries,): the steps taken by the state that answered
+    stopped: Tensor  # (queries,): its loss came down to `stop`
+    failed: Tensor  # (queries,): not finite on the way, so answered untailored
+    state: State
+    sites: tuple[Site, ...]
+
+    def __str__(self) -> str:
+        curve = " ".join(f"{value:.4g}" for value in self.losses.double().mean(1).tolist())
+        places = ", ".join(dict.fromkeys(site.key or "the output" for site in self.sites))
+        return (
+            f"{self.losses.shape[1]} queries, mean tailoring loss by step: {curve}\n"
+            f"mean steps of the answer {self.steps.double().mean():.2f}, stopped early {int(self.stopped.sum())}, "
+            f"fell back {int(self.failed.sum())}\nadapted: {places}"
+        )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch of queries on its way through the inner loop."""
+
+    x: Any
+    queries: int
+    sites: tuple[Site, ...]
+    seeds: Tensor | None = None
+    start: State | None = None  # a warm start
+
+
+@dataclass(frozen=True)
+class _Fit:
+    state: State
+    steps: Tensor
+    stopped: Tensor
+    failed: Tensor
+    losses: list[Tensor]
+
+
+def _leaves_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Inference tensors cannot take part in the inner gradients, so leave that mode and clone them."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(self, *args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = map_tensors(lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+class Tailored(OwnNames):
+    """A model that minimises `loss` on each query, with parameters of the query's own, before it answers.
+
+        state = adapt.init(...)                           # the model as it is
+        state = state - lr * grad(sum_i loss_i)(state)    # `steps` times; each row depends on its own query only
+        y     = adapt.call(net, state, x)
+
+    `loss(model, x) -> (queries,)` sees the adapted model and no labels; its values are summed over the queries, never averaged.
+
+    adapt      which tensors move: `CN` (default), `Weights`, `Shift`, or one of `tailoring.baselines`
+    lr         a number, one per step, a tensor (trained in the outer loop if it needs gradients), or a dict of these by name
+    momentum, clip, proximal   of the inner gradient descent, see `Descent`
+    optimizer  in place of all these: `LBFGS`, or any with `init(params)` and `update(grads, state)`
+    backprop   which inner gradients an outer gradient differentiates: "none" (first order), "last" (WarpGrad's), "all"
+    keep       answer with the "last" state or with the "best" one seen (by each query's own tailoring loss)
+    stop       a query whose tailoring loss is at most this stops moving
+    chunk      how many queries to tailor at once, for batches that do not fit the memory
+
+    `parameters()` and `state_dict()` are the model's own, under its own names; what else trains in the outer loop (a learned start,
+    a learned `lr`, the parameters of a loss) follows under `tailoring.`.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Loss,
+        *,
+        adapt: Adapter | None = None,
+        steps: int = 1,
+        lr: Rates = 1e-3,
+        momentum: float = 0.0,
+        clip: float | None = None,
+        proximal: float = 0.0,
+        optimizer: Any = None,
+        backprop: Backprop = "none",
+        keep: Keep = "last",
+        stop: float | None = None,
+        chunk: int | None = None,
+    ):
+        super().__init__(net)
+        self.adapt: Adapter = CN() if adapt is None else adapt
+        check_settings(net, loss, self.adapt, steps, backprop, keep, chunk)
+        if optimizer is None:
+            optimizer = Descent(lr, momentum=momentum, clip=clip, proximal=proximal)
+        self.rule = optimizer if isinstance(optimizer, Descent | LBFGS) else Functional(optimizer)
+        if isinstance(self.rule, Descent):
+            self.rule.check_steps(steps)
+        if not self.rule.differentiable and backprop != "none":
+            raise ValueError(f"{type(optimizer).__name__} cannot be differentiated; use it with backprop='none'")
+        self.backprop: Backprop = backprop
+        self.steps, self.stop, self.chunk = steps, stop, chunk
+        self.keep: Keep = "best" if self.rule.searches else keep
+        self.tailoring = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
+        self._sites: dict[Any, tuple[Site, ...]] = {}
+
+    @property
+    def loss(self) -> Loss:
+        return self.tailoring.loss
+
+    @_leaves_inference_mode
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The tailored prediction. Called like the model itself."""
+        x = args[0] if len(args) == 1 and not kwargs else Inputs(*args, **kwargs)
+        if count_rows(x) == 0 or (self.steps == 0 and not self.adapt.learned_start):
+            return self.net(*args, **kwargs)
+        return cat_rows([self._answer(b, self._fit(b).state)[0] for b in self._batches(x)])
+
+    @_leaves_inference_mode
+    def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
+        """The state fitted to `x`, from the identity or from `start` (a warm start). `seeds` (queries,) replace the queries' own."""
+        if count_rows(x) == 0:
+            return {}
+        return cat_rows([self._fit(b).state for b in self._batches(x, start, seeds)])
+
+    @_leaves_inference_mode
+    def predict(self, x: Any, state: State) -> Any:
+        """The answers to `x` with a state from before; on `queries * k` rows each query's state serves k rows."""
+        args, kwargs = model_call(x)
+        if count_rows(x) == 0:
+            return self.net(*args, **kwargs)
+        batch = _Batch(x, count_rows(x), self._find_sites(x))
+        check_state(state, self._identity(batch, 1))
+        return self._answer(batch, state)[0]
+
+    @_leaves_inference_mode
+    def trace(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Trace:
+        """The prediction, with what happened to each query on the way."""
+        if count_rows(x) == 0:
+            raise ValueError("an empty batch leaves no trace")
+        parts = [self._trace(b) for b in self._batches(x, start, seeds)]
+        joined = {name: cat_rows([getattr(p, name) for p in parts]) for name in ("prediction", "steps", "stopped", "failed", "state")}
+        return Trace(losses=torch.cat([p.losses for p in parts], 1), sites=parts[0].sites, **joined)
+
+    def states(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Iterator[State]:
+        """The state before the first and after each inner step, with the graph that `backprop` keeps."""
+        if torch.is_inference_mode_enabled():  # a generator must not yield from inside a mode, so this one runs ahead
+            yield from _all_states(self, x, start=start, seeds=seeds)
+            return
+        if count_rows(x) == 0:
+            yield from ({} for _ in range(self.steps + 1))
+            return
+        loops = [self._moments(b) for b in self._batches(x, start, seeds)]
+        for moments in zip(*loops, strict=True):
+            yield cat_rows([moment.state for moment in moments])
+
+    def path(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Iterator[Any]:
+        """The prediction before tailoring and after each inner step."""
+        for state in self.states(x, start=start, seeds=seeds):
+            yield self.predict(x, state)
+
+    def prepare(self, x: Any) -> Self:
+        """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
+        self._identity(_Batch(x, count_rows(x), self._find_sites(x)), 1)
+        return self
+
+    def replace(self, **changes: Any) -> Tailored:
+        """The same model and loss with other settings, e.g. `model.replace(steps=10)`. Weights and learned parts are shared."""
+        settings: dict[str, Any] = {name: getattr(self, name) for name in ("adapt", "steps", "backprop", "keep", "stop", "chunk")}
+        descent = {"lr", "momentum", "clip", "proximal"}
+        if isinstance(self.rule, Descent):
+            settings |= {name: getattr(self.rule, name) for name in descent}
+        elif not changes.keys() & descent:
+            settings["optimizer"] = self.rule if isinstance(self.rule, LBFGS) else self.rule.optimizer
+        other = Tailored(self.net, self.loss, **(settings | changes))
+        if other.adapt is self.adapt:
+            other.tailoring.start = self.tailoring.start
+        return other
+
+    def extra_repr(self) -> str:
+        return f"adapt={self.adapt!r}, steps={self.steps}, rule={type(self.rule).__name__}, backprop={self.backprop!r}, keep={self.keep!r}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._sites.clear()  # the state's dtype follows the model's
+        return super()._apply(fn, recurse)
+
+    def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[_Batch]:
+        """The queries in parts of `chunk`, checked before anything runs."""
+        refuse_mixing_modules(self.net)
+        queries = count_rows(x)
+        sites = self._find_sites(x)
+        if start is not None:
+            check_state(start, self._identity(_Batch(x, queries, sites), 1), self.adapt.rows(queries))
+        if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
+            raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
+        if self.chunk is None or queries <= self.chunk:
+            return [_Batch(x, queries, sites, seeds, start)]
+        parts = split_rows([x, start, seeds], self.chunk)
+        return [_Batch(part, count_rows(part), sites, own_seeds, own_start) for part, own_start, own_seeds in parts]
+
+    def _find_sites(self, x: Any) -> tuple[Site, ...]:
+        key = tuple((t.shape[1:], t.dtype) for t in tensors(x)) if not torch.compiler.is_compiling() else "compiled"
+        if key not in self._sites:
+            if torch.compiler.is_compiling():
+                raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
+            self._sites[key] = self._sites["compiled"] = self.adapt.sites(self.net, x)
+        return self._sites[key]
+
+    def _identity(self, batch: _Batch, rows: int) -> State:
+        """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
+        learned = self.tailoring
+        device = tensors(batch.x)[0].device
+        if learned.wants_start and not learned.start:
+            learned.set_start(self.adapt.init(self.net, batch.sites, 1, device))
+        state = self.adapt.init(self.net, batch.sites, rows, device)
+        return learned.start_for(rows, state) if learned.wants_start else state
+
+    def _moments(self, batch: _Batch) -> Iterator[Moment]:
+        """The inner loop on a batch, watching that nothing it still needs is changed between two steps."""
+        rows = self.adapt.rows(batch.queries)
+        needed = self._needed_unchanged()
+        versions = [p._version for p in needed]
+        loop = descend(
+            functools.partial(self._losses, batch),
+            lambda: self._identity(batch, rows) if batch.start is None else batch.start,
+            self.rule,
+            steps=self.steps,
+            backprop=self.backprop,
+            stop=self.stop,
+            home=None if batch.start is None else self._identity(batch, rows),
+        )
+        for moment in loop:
+            yield moment
+            if needed and versions != [p._version for p in needed]:
+                raise RuntimeError(
+                    "weights changed between two inner steps, but later losses still need the graph of the earlier steps "
+                    "(backprop='all', or a learned lr): sum the outer losses, call backward() once, then step"
+                )
+
+    def _needed_unchanged(self) -> list[Tensor]:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return []
+        return list(self.parameters()) if self.backprop == "all" else list(self.tailoring.lr.values())
+
+    def _losses(self, batch: _Batch, state: State, rows: Tensor | None, step: int) -> Tensor:
+        """The tailoring loss for each row of the state."""
+        x, seeds = (batch.x, batch.seeds) if rows is None else take_rows((batch.x, batch.seeds), rows)
+        queries = count_rows(x)
+
+        def run(function: Any, args: Any, kwargs: Any) -> Any:
+            return self.adapt.call(self.net, batch.sites, state, function, args, kwargs)
+
+        args, kwargs = as_call(x)
+        with plain_kernels(self.net, graph=self.backprop != "none"):
+            losses = self.loss(self.adapt.bind(Bound(self.net, run, x, seeds, step), x), *args, **kwargs)
+        check_losses(losses, queries)
+        return self.adapt.reduce(losses, next(iter(state.values())).shape[0])
+
+    def _fit(self, batch: _Batch, record: bool = False) -> _Fit:
+        best: tuple[Tensor, State, Tensor] | None = None
+        before: Moment | None = None
+        losses: list[Tensor] = []
+        for moment in self._moments(batch):
+            if before is not None and moment.values is not None:
+                losses.append(moment.values)
+                best = _better(best, moment.values, before) if self.keep == "best" else None
+            before = moment
+            if self.stop is not None and not torch.compiler.is_compiling() and bool((moment.stopped | moment.failed).all()):
+                break
+        assert before is not None
+        state, steps = before.state, before.taken
+        if record or self.keep == "best":
+            with torch.no_grad():
+                values = self._losses(batch, state, None, self.steps)
+            losses += [values] * (self.steps + 1 - len(losses))
+            if self.keep == "best":
+                _, state, steps = _better(best, torch.where(values.isnan(), torch.inf, values), before)
+                state = choose_rows(~before.failed, state, before.state)  # what failed is home in `before`
+                steps = torch.where(before.failed, 0, steps)
+        return _Fit(state, steps, before.stopped, before.failed, losses)
+
+    def _answer(self, batch: _Batch, state: State) -> tuple[Any, Tensor | None]:
+        """The prediction, and which rows of the state were not fit to answer with (None if that was not looked at)."""
+        args, kwargs = model_call(batch.x)
+
+        def run(state: State) -> Any:
+            with plain_kernels(self.net, graph=self.backprop != "none"):
+                return self.adapt.call(self.net, batch.sites, state, _forward, args, kwargs)
+
+        out = run(state)
+        if torch.compiler.is_compiling():
+            return out, None
+        rows = next(iter(state.values())).shape[0]
+        bad = ~_finite_rows(out, rows)
+        if bad.any():  # a state may be finite and yet too far out to answer with
+            identity = self._identity(batch, rows)
+            with torch.no_grad():
+                bad = bad & _finite_rows(run(identity), rows)
+            if bad.any():
+                out = run(choose_rows(~bad, state, identity))
+        return out, bad
+
+    def _trace(self, batch: _Batch) -> Trace:
+        fit = self._fit(batch, record=True)
+        prediction, bad = self._answer(batch, fit.state)
+        failed = fit.failed if bad is None else fit.failed | bad
+        per_query = [t.expand(batch.queries) for t in (torch.where(failed, 0, fit.steps), fit.stopped, failed, *fit.losses)]
+        steps, stopped, failed, *losses = per_query
+        return Trace(prediction, torch.stack(losses), steps, stopped, failed, fit.state, batch.sites)
+
+
+def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+@_leaves_inference_mode
+def _all_states(model: Tailored, x: Any, **options: Any) -> list[State]:
+    return list(model.states(x, **options))
+
+
+def _better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Moment) -> tuple[Tensor, State, Tensor]:
+    """The best (losses, state, steps) so far, given the losses at one more moment."""
+    if best is None:
+        return values, moment.state, moment.taken
+    wins = values < best[0]
+    return torch.where(wins, values, best[0]), choose_rows(wins, moment.state, best[1]), torch.where(wins, moment.taken, best[2])
+
+
+def _finite_rows(out: Any, rows: int) -> Tensor:
+    checks = [
+        t.detach().reshape(rows, -1).isfinite().all(1) for t in tensors(out) if t.is_floating_point() and t.ndim and t.shape[0] % rows == 0
+    ]
+    return torch.stack(checks).all(0) if checks else torch.ones(rows, dtype=torch.bool)

@@ -1,0 +1,136 @@
+"""Inputs and outputs as trees of tensors that share their first dimension: one row per query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a function is called with: (args, kwargs)
+
+
+class Inputs:
+    """Several arguments as one batch of queries: `Inputs(ids, mask=mask)` stands where a single `x` would.
+
+    Only functions that take the input as one value need it (`predict`, `trace`, `outer_losses`, ...): a `Tailored` itself is
+    called like the model it wraps, `model(ids, mask=mask)`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.args, self.kwargs = args, kwargs
+
+    def __repr__(self) -> str:
+        return f"Inputs{shapes(self)}"
+
+
+class Support(NamedTuple):
+    """Few-shot learning (Alg. 4): the query is a task, given by k examples. `x` and `y` are (tasks, k, ...)."""
+
+    x: Any
+    y: Any
+
+
+def _rebuild(parts: Iterable[Any], _: Any) -> Inputs:
+    args, kwargs = parts
+    return Inputs(*args, **kwargs)
+
+
+pytree.register_pytree_node(Inputs, lambda x: ([x.args, x.kwargs], None), _rebuild, serialized_type_name="tailoring.Inputs")
+
+
+def as_call(x: Any) -> Call:
+    """The arguments behind one input: those of an `Inputs`, else the value itself."""
+    return (x.args, x.kwargs) if isinstance(x, Inputs) else ((x,), {})
+
+
+def model_call(x: Any) -> Call:
+    """What the model is called with when it answers `x`: of a support set, its examples as rows."""
+    return as_call(flat_rows(x.x) if isinstance(x, Support) else x)
+
+
+def flat_rows(tree: Any) -> Any:
+    """(tasks, k, ...) -> (tasks * k, ...)"""
+    return map_tensors(lambda t: t.flatten(0, 1), tree)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def first_tensor(tree: Any) -> Tensor:
+    found = tensors(tree)
+    if not found:
+        raise ValueError(f"expected a tensor, or a structure with one in it, not {type(tree).__name__}")
+    return found[0]
+
+
+def shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in tensors(tree)]
+
+
+def map_tensors(f: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: f(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def count_rows(tree: Any) -> int:
+    """The rows of a tree: the common first dimension of its tensors (numbers and 0-d tensors are shared by all rows)."""
+    rowed = [t for t in tensors(tree) if t.ndim]
+    if not rowed:
+        raise ValueError("the input holds no tensor with a row per query; bind constants with functools.partial instead")
+    if any(t.shape[0] != rowed[0].shape[0] for t in rowed):
+        raise ValueError(
+            f"every input tensor needs one row per query, but the shapes are {shapes(tree)}; "
+            "bind what all queries share (grids, graphs) to the model with functools.partial"
+        )
+    return rowed[0].shape[0]
+
+
+def take_rows(tree: Any, index: Any) -> Any:
+    """The rows that `index` (a slice or a tensor of indices) names."""
+    return map_tensors(lambda t: t[index] if t.ndim else t, tree)
+
+
+def split_rows(tree: Any, size: int) -> list[Any]:
+    return [take_rows(tree, slice(i, i + size)) for i in range(0, count_rows(tree), size)]
+
+
+def cat_rows(trees: Sequence[Any]) -> Any:
+    """Trees of equal structure, one below the other; what is not a tensor with rows comes from the first."""
+    if len(trees) == 1:
+        return trees[0]
+    flat = [pytree.tree_leaves(tree) for tree in trees]
+    spec = pytree.tree_structure(trees[0])
+    joined = [torch.cat(leaves) if isinstance(leaves[0], Tensor) and leaves[0].ndim else leaves[0] for leaves in zip(*flat, strict=True)]
+    return pytree.tree_unflatten(joined, spec)
+
+
+def choose_rows(mask: Tensor, yes: Any, no: Any) -> Any:
+    """Rows of `yes` where `mask` (queries,) holds, rows of `no` elsewhere; several rows per query follow their query."""
+
+    def choose(a: Any, b: Any) -> Any:
+        if not (isinstance(a, Tensor) and a.ndim and a.shape[0] % len(mask) == 0):
+            return a
+        rows = repeat_rows(mask, a.shape[0] // len(mask))
+        return torch.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    return pytree.tree_map(choose, yes, no)
+
+
+def repeat_rows(t: Tensor, copies: int) -> Tensor:
+    """`t.repeat_interleave(copies, 0)`: (queries, ...) -> (queries * copies, ...), row i of t at rows i * copies and on."""
+    if copies == 1:
+        return t
+    return t.unsqueeze(1).expand(t.shape[0], copies, *t.shape[1:]).flatten(0, 1)
+
+
+def copies_per_query(rows: int, queries: int, where: str) -> int:
+    """How many rows belong to each query, or a ValueError that says where the numbers do not fit."""
+    if queries == 0 or rows % queries:
+        raise ValueError(
+            f"{where}: {rows} rows are not a multiple of {queries} queries; "
+            "several rows per query must follow each other (repeat_interleave), all queries having equally many"
+        )
+    return rows // queries

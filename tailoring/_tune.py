@@ -1,0 +1,87 @@
+"""`tune`: the step size and the number of steps, chosen on validation data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._tailored import Tailored
+from ._trees import count_rows
+
+_DEFAULT = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1e0)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of `tune`: the mean task loss (and tailoring loss) for every step size after 0, 1, ... steps."""
+
+    lr: float
+    steps: int
+    lrs: tuple[float, ...]
+    task: Tensor  # (step sizes, steps + 1)
+    tailoring: Tensor  # (step sizes, steps + 1)
+    model: Tailored  # the same model with the chosen lr and steps
+
+    @property
+    def gain(self) -> float:
+        """The relative fall of the task loss against the same model with 0 steps."""
+        return float(1 - self.task.min() / self.task[0, 0])
+
+    def __str__(self) -> str:
+        best = self.task.min()
+        lines = [
+            "mean task loss (tailoring loss) on the validation data",
+            "lr \\ steps " + "".join(f"{s:>21}" for s in range(self.task.shape[1])),
+        ]
+        for lr, task, tailoring in zip(self.lrs, self.task, self.tailoring, strict=True):
+            cells = [f"{t:.4g} ({u:.3g}){'*' if t == best else ' '}" for t, u in zip(task.tolist(), tailoring.tolist(), strict=True)]
+            lines.append(f"{lr:<11g}" + "".join(f"{cell:>21}" for cell in cells))
+        verdict = (
+            f"best: lr={self.lr:g}, steps={self.steps}, {100 * self.gain:.1f} % below 0 steps"
+            if self.steps
+            else "best: 0 steps, tailoring does not help here"
+        )
+        return "\n".join([*lines, verdict])
+
+
+def tune(
+    model: Tailored,
+    data: Iterable[tuple[Any, Any]],
+    task_loss: Callable[[Any, Any], Tensor],
+    *,
+    lrs: Sequence[float] = _DEFAULT,
+    steps: int = 10,
+) -> Tuned:
+    """Try every step size for 0 to `steps` steps on the labelled `data`, batches (x, y), and keep the best.
+
+    0 steps are always among the candidates, so the outcome is never worse than the plain model on these data. `task_loss` is a
+    mean over its batch; a setting whose loss is not finite anywhere loses.
+    """
+    if steps < 1 or not lrs:
+        raise ValueError(f"tune needs at least one step and one step size, not {steps} and {list(lrs)}")
+    batches = [(x, y) for x, y in data]
+    if not batches:
+        raise ValueError("tune needs data: no batch was given")
+    sizes = torch.tensor([count_rows(x) for x, _ in batches], dtype=torch.float64)
+    task, tailoring = (
+        torch.stack(curves)
+        for curves in zip(*(_curves(model.replace(lr=lr, steps=steps), batches, task_loss, sizes) for lr in lrs), strict=True)
+    )
+    task = torch.where(task.isfinite(), task, torch.inf)
+    row, column = divmod(int(task.argmin()), task.shape[1])
+    chosen = lrs[row if column else 0], column
+    return Tuned(*chosen, tuple(lrs), task, tailoring, model.replace(lr=chosen[0], steps=chosen[1]))
+
+
+@torch.no_grad()
+def _curves(
+    model: Tailored, batches: list[tuple[Any, Any]], task_loss: Callable[[Any, Any], Tensor], sizes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean task loss and tailoring loss after 0, 1, ... steps, (steps + 1,) each."""
+    task = torch.tensor([[float(task_loss(y_hat, y)) for y_hat in model.path(x)] for x, y in batches], dtype=torch.float64)
+    tailoring = torch.stack([model.trace(x).losses.double().mean(1).cpu() for x, _ in batches])
+    return (sizes @ task) / sizes.sum(), (sizes @ tailoring) / sizes.sum()

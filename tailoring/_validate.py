@@ -1,0 +1,83 @@
+"""What is refused, with what was given and what to do, before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from torch import Tensor, nn
+
+from ._adapt import Adapter
+from ._inner import Backprop, Keep
+from ._rules import State
+
+
+def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, keep: Any, chunk: Any) -> None:
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(net).__name__}")
+    if not callable(loss):
+        raise TypeError(f"the tailoring loss must be a function loss(model, x) -> (queries,), not {type(loss).__name__}")
+    if not isinstance(adapt, Adapter):
+        raise TypeError(f"adapt must be an adapter such as CN(), not {adapt!r}")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise ValueError(f"steps must be a whole number, 0 or more, not {steps!r}")
+    if backprop not in get_args(Backprop):
+        raise ValueError(f"backprop must be one of {get_args(Backprop)}, not {backprop!r}")
+    if keep not in get_args(Keep):
+        raise ValueError(f"keep must be one of {get_args(Keep)}, not {keep!r}")
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be a positive whole number, not {chunk!r}")
+    if chunk is not None and adapt.rows(chunk) != chunk:
+        raise ValueError(f"{adapt!r} adapts to the batch as a whole, so the batch cannot be cut by chunk={chunk}")
+
+
+def check_losses(losses: Any, queries: int) -> None:
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"the tailoring loss must return a tensor of shape ({queries},), not {type(losses).__name__}")
+    if losses.shape != (queries,):
+        hint = "; keep one value per query instead of their mean or sum" if losses.ndim == 0 else ""
+        raise ValueError(
+            f"the tailoring loss must return one value per query, shape ({queries},), but its shape is {tuple(losses.shape)}{hint}"
+        )
+    if not losses.is_floating_point():
+        raise TypeError(f"the tailoring loss must return floating-point numbers, not {losses.dtype}")
+
+
+def check_state(state: Any, identity: State, rows: int | None = None) -> None:
+    if not isinstance(state, dict) or state.keys() != identity.keys():
+        raise ValueError(
+            f"a state of this model has the names {list(identity)}, not {list(state) if isinstance(state, dict) else type(state).__name__}"
+        )
+    wrong = [name for name, t in state.items() if t.shape[1:] != identity[name].shape[1:] or (rows is not None and t.shape[0] != rows)]
+    if wrong:
+        name = wrong[0]
+        expected = f"{rows or 'one'} row(s) of shape {tuple(identity[name].shape[1:])}"
+        raise ValueError(f"the state's {name!r} has shape {tuple(state[name].shape)}; expected {expected}")
+
+
+def refuse_mixing_modules(model: nn.Module) -> None:
+    """Raise if a module would mix the queries of a batch or draw other masks at each inner step."""
+    for name, module in model.named_modules():
+        here = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if module.training:
+                raise ValueError(
+                    f"{here} is in training mode: it would mix the queries of the batch and change its statistics at every inner step. "
+                    "Call model.eval(), or put the BatchNorm layers alone in eval mode while the rest trains"
+                )
+            if module.running_mean is None:
+                raise ValueError(
+                    f"{here} keeps no running statistics, so it mixes the queries of the batch; use track_running_stats=True or GroupNorm"
+                )
+        elif module.training and _drops(module):
+            raise ValueError(
+                f"{here} drops units in training mode: every inner step and the answer would see another mask. "
+                "Call model.eval(), or put the dropout layers alone in eval mode while the rest trains"
+            )
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and module.num_layers > 1
+    return isinstance(module, nn.MultiheadAttention) and module.dropout > 0

@@ -1,0 +1,98 @@
+"""The rivals of tailoring, as adapters: they go through the same loop with the same losses and optimisers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ._adapt import CN, Adapter, Shift, Site
+from ._bound import Bound
+from ._rules import State
+from ._sites import Function
+from ._trees import as_call, tensors
+
+__all__ = ["Output", "Shared"]
+
+
+class Output(Shift):
+    """Optimise the prediction itself: a free offset added to the model's output, no parameter of the model moves.
+
+    It serves losses that use `model(x)` only. With an optimiser of its own class (`optimizer=LBFGS()`) it is a strong rival.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
+        return tuple(replace(site, key=f"output{site.key}") for site in super().sites(model, x))
+
+    def bind(self, model: Bound, x: Any) -> Bound:
+        return _AnswersOnly(model, x)
+
+    def __repr__(self) -> str:
+        return "Output()"
+
+
+class _AnswersOnly(Bound):
+    """A bound model that refuses whatever an offset of the prediction cannot reach."""
+
+    def __init__(self, model: Bound, x: Any):
+        vars(self).update(vars(model))
+        self._own = x
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            given, own = tensors((args, kwargs)), tensors(as_call(self._own))
+            if len(given) != len(own) or not all(a is b or torch.equal(a, b) for a, b in zip(given, own, strict=True)):
+                self._refuse("calls the model on other inputs than the query (views, noise)")
+        return super().__call__(*args, **kwargs)
+
+    def output_of(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse(f"uses the output of {name!r}")
+
+    def input_of(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse(f"uses the input of {name!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return self._refuse(f"calls the submodule {name!r}") if isinstance(value, Bound) else value
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"Output optimises the prediction itself, but the tailoring loss {what}, which that never reaches; use CN, Weights or Shift"
+        )
+
+
+class Shared(Adapter):
+    """Batch test-time training: one state for all queries of the batch, fitted to the mean of their losses.
+
+    Queries see each other here, by definition: the exception to the law of independence.
+    """
+
+    def __init__(self, adapter: Adapter | None = None):
+        self.adapter = CN() if adapter is None else adapter
+        self.learned_start = self.adapter.learned_start
+
+    def rows(self, queries: int) -> int:
+        return 1
+
+    def reduce(self, losses: Tensor, rows: int) -> Tensor:
+        return losses.mean(0, keepdim=True)
+
+    def bind(self, model: Bound, x: Any) -> Bound:
+        return self.adapter.bind(model, x)
+
+    def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
+        return self.adapter.sites(model, x)
+
+    def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
+        return self.adapter.init(model, sites, queries, device)
+
+    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, function: Function, args: Any, kwargs: Any) -> Any:
+        return self.adapter.call(model, sites, state, function, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"Shared({self.adapter!r})"

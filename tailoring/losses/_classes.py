@@ -1,0 +1,134 @@
+"""Losses on class probabilities and on feature statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import random
+from .._trees import first_tensor, repeat_rows
+from ._base import Features, Loss, grouped, read
+
+
+class Entropy(Loss):
+    """The entropy of the predicted class probabilities: be decided."""
+
+    def forward(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        log_p = first_tensor(model(*args, **kwargs)).log_softmax(-1)
+        return -(log_p.exp() * log_p).flatten(1).sum(1)
+
+
+class Align(Loss):
+    """The channel means and deviations of a query's features must be those of the training set.
+
+        loss = mean over channels of ((mean - mu) / s)^2 + ((std - s) / s)^2
+
+    Features are (queries, C, positions...), statistics over the positions. `Align.measured` finds mu and s.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor, *, at: Features = None):
+        super().__init__()
+        self.at = at
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
+
+    @classmethod
+    @torch.no_grad()
+    def measured(cls, net: nn.Module, batches: Iterable[Any], *, at: str) -> Align:
+        """The statistics of `net`'s features at module `at`, averaged over the inputs of all batches."""
+        totals, count = torch.zeros(()), 0
+        module = net.get_submodule(at)
+        for x in batches:
+            caught: list[Tensor] = []
+            handle = module.register_forward_hook(lambda _m, _i, out, to=caught: to.append(first_tensor(out)))
+            try:
+                net(x)
+            finally:
+                handle.remove()
+            statistics = torch.stack(_statistics(caught[-1])).sum(1)  # (2, C)
+            totals, count = totals.to(statistics) + statistics, count + len(caught[-1])
+        if not count:
+            raise ValueError("no batch to measure the statistics on")
+        return cls(*(totals / count), at=at)
+
+    def forward(self, model: Any, x: Any) -> Tensor:
+        mean, std = _statistics(read(model, self.at, x))
+        return (((mean - self.mean) / self.std).square() + ((std - self.std) / self.std).square()).mean(1)
+
+
+def _statistics(features: Tensor) -> tuple[Tensor, Tensor]:
+    if features.ndim < 3:
+        raise ValueError(
+            f"feature statistics need positions to average over, (queries, C, positions...), not shape {tuple(features.shape)}"
+        )
+    flat = features.flatten(2)
+    return flat.mean(2), (flat.var(2, unbiased=False) + 1e-12).sqrt()
+
+
+class WorstCase(Loss):
+    """The prediction at x must agree with that at the most likely point nearby (the toy example of the appendix).
+
+        loss = KL(p(x) || p(x + delta)),   delta = argmax over |delta| <= eps of log sum_j exp f_j(x + delta)
+
+    The argmax is sought by gradient ascent from several starts (`grid` x `grid` in the plane, else `grid`^2 random ones), and held fixed
+    with its prediction while x is tailored. `weighted` takes the mean of all ascents' predictions, weighted by exp f, in place of the best.
+    """
+
+    def __init__(self, eps: float, *, grid: int = 5, ascent: int = 30, weighted: bool = False):
+        super().__init__()
+        if not eps > 0 or grid < 1 or ascent < 0:
+            raise ValueError(f"WorstCase needs eps > 0, grid >= 1 and ascent >= 0, not {eps}, {grid}, {ascent}")
+        self.eps, self.grid, self.ascent, self.weighted = eps, grid, ascent, weighted
+
+    def forward(self, model: Any, x: Tensor) -> Tensor:
+        starts = self._starts(model, x)  # (queries, starts, features)
+        points = self._climb(model, x, starts)
+        with torch.no_grad():
+            logits = grouped(first_tensor(model(points)), starts.shape[1])  # (queries, starts, classes)
+            energy = logits.logsumexp(-1)
+            weight = energy.softmax(1) if self.weighted else nn.functional.one_hot(energy.argmax(1), starts.shape[1]).to(logits)
+            target = (weight[..., None] * logits.softmax(-1)).sum(1)
+        log_p = first_tensor(model(x)).log_softmax(-1)
+        return (log_p.exp() * (log_p - target.clamp(min=torch.finfo(target.dtype).tiny).log())).sum(-1)
+
+    def _starts(self, model: Any, x: Tensor) -> Tensor:
+        """Offsets in the ball of radius eps."""
+        size = x[0].numel()
+        if self.grid == 1:
+            offsets = x.new_zeros(x.shape[0], 1, size)
+        elif size == 2:
+            line = torch.linspace(-1, 1, self.grid, dtype=x.dtype, device=x.device)
+            offsets = torch.cartesian_prod(line, line).expand(x.shape[0], -1, -1)
+        else:
+            offsets = random.normal(model.seeds, (self.grid**2, size), x.dtype) / size**0.5
+        return self._inside(self.eps * offsets)
+
+    def _inside(self, offsets: Tensor) -> Tensor:
+        return offsets * (self.eps / offsets.norm(dim=-1, keepdim=True).clamp(min=self.eps))
+
+    def _climb(self, model: Any, x: Tensor, offsets: Tensor) -> Tensor:
+        """The ends of the ascents as inputs, (queries * starts, ...)."""
+        centre = repeat_rows(x.detach(), offsets.shape[1])
+
+        def energy(flat: Tensor) -> Tensor:
+            return first_tensor(model(centre + flat.reshape(centre.shape))).logsumexp(-1).sum()
+
+        for step in range(self.ascent):
+            slope = _gradient(energy, offsets)
+            slope = slope / slope.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(slope.dtype).tiny)
+            offsets = self._inside(offsets + 2 * self.eps / (step + 2) * slope)
+        return centre + offsets.reshape(centre.shape)
+
+
+def _gradient(function: Any, at: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # dynamo traces torch.func.grad but not torch.autograd.grad
+        return torch.func.grad(function)(at).detach()
+    with torch.enable_grad():
+        at = at.detach().requires_grad_()
+        return torch.autograd.grad(function(at), at)[0]

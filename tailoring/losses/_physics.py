@@ -1,0 +1,119 @@
+"""Losses that state a law, a symmetry, or a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .._trees import Support, as_call, first_tensor, flat_rows
+from ._base import Loss, per_query
+
+
+class Conserve(Loss):
+    """A quantity of the prediction must equal that of the query.
+
+        loss = sum_j weight_j |q_j(model(x)) - q_j(x)|        (norm="l1"; "l2" squares)
+
+    `quantity` maps (queries, ...) to (queries,) or (queries, d); `before` is the same for the query, if that is written otherwise.
+    """
+
+    def __init__(
+        self,
+        quantity: Callable[[Any], Tensor],
+        *,
+        before: Callable[[Any], Tensor] | None = None,
+        norm: Literal["l1", "l2"] = "l1",
+        weights: Sequence[float] | None = None,
+    ):
+        super().__init__()
+        if norm not in ("l1", "l2"):
+            raise ValueError(f"norm must be 'l1' or 'l2', not {norm!r}")
+        self.quantity, self.before, self.norm = quantity, before or quantity, norm
+        self.weights = None if weights is None else tuple(weights)
+
+    def forward(self, model: Any, x: Any) -> Tensor:
+        now, then = self.quantity(model(x)), self.before(x)
+        if now.shape != then.shape:
+            raise ValueError(f"the quantity has shape {tuple(now.shape)} for the prediction and {tuple(then.shape)} for the query")
+        change = per_query(now - then, now.shape[0])
+        size = change.abs() if self.norm == "l1" else change.square()
+        return (size if self.weights is None else size * size.new_tensor(self.weights)).sum(1)
+
+
+class Equivariant(Loss):
+    """The model must commute with the given actions of a group.
+
+        loss = mean over g and outputs of (model(g x) - g model(x))^2
+
+    `actions` are pairs (on the input, on the output); an output action of None means that the prediction is invariant.
+    """
+
+    def __init__(self, actions: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]]):
+        super().__init__()
+        if not actions:
+            raise ValueError("at least one action of the group is needed")
+        self.actions = tuple(actions)
+
+    def forward(self, model: Any, x: Tensor) -> Tensor:
+        rows = torch.stack([x, *(on_input(x) for on_input, _ in self.actions)], 1)  # (queries, 1 + actions, ...)
+        plain, *moved = first_tensor(model(rows.flatten(0, 1))).unflatten(0, rows.shape[:2]).unbind(1)
+        errors = [
+            per_query(y - (plain if on_output is None else on_output(plain)), x.shape[0]).square().mean(1)
+            for y, (_, on_output) in zip(moved, self.actions, strict=True)
+        ]
+        return torch.stack(errors).mean(0)
+
+
+class Residual(Loss):
+    """An equation must hold: the mean square of `precondition(equation(model(x), x))`.
+
+    A raw residual can fall while the error rises, since it weighs fine scales most; a preconditioner (an approximate inverse of the
+    linearised equation) makes the two agree.
+    """
+
+    def __init__(self, equation: Callable[[Any, Any], Tensor], *, precondition: Callable[[Tensor], Tensor] | None = None):
+        super().__init__()
+        self.equation, self.precondition = equation, precondition
+
+    def forward(self, model: Any, x: Any) -> Tensor:
+        residual = self.equation(model(x), x)
+        if self.precondition is not None:
+            residual = self.precondition(residual)
+        return per_query(residual, residual.shape[0]).square().mean(1)
+
+
+class Misfit(Loss):
+    """Measurements that come with the query must be met.
+
+        loss = mean_j ((observe(model(x), x)_j - measured(x)_j) / sigma)^2
+
+    A measurement that is nan is missing and does not count.
+    """
+
+    def __init__(self, observe: Callable[[Any, Any], Tensor], measured: Callable[[Any], Tensor], *, sigma: float = 1.0):
+        super().__init__()
+        if not sigma > 0:
+            raise ValueError(f"sigma must be positive, not {sigma}")
+        self.observe, self.measured, self.sigma = observe, measured, sigma
+
+    def forward(self, model: Any, x: Any) -> Tensor:
+        target = self.measured(x)
+        there = per_query(~target.isnan(), target.shape[0])
+        error = per_query((self.observe(model(x), x) - target.nan_to_num()) / self.sigma, target.shape[0])
+        return torch.where(there, error, 0.0).square().sum(1) / there.sum(1).clamp(min=1)
+
+
+class Supervised(Loss):
+    """The task loss on a task's support set, a mean over its examples: the inner loss of few-shot learning (Alg. 4)."""
+
+    def __init__(self, task_loss: Callable[..., Tensor]):
+        super().__init__()
+        self.task_loss = task_loss  # with reduction="none", as in torch.nn.functional
+
+    def forward(self, model: Any, support: Support) -> Tensor:
+        args, kwargs = as_call(flat_rows(support.x))
+        losses = self.task_loss(model(*args, **kwargs), flat_rows(support.y), reduction="none")
+        return per_query(losses, support.y.shape[0]).mean(1)

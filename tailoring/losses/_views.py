@@ -1,0 +1,113 @@
+"""Losses on several views of each query. All views of all queries go through the model in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import random
+from .._trees import repeat_rows
+from ._base import Features, Loss, grouped, read
+
+Augment = Callable[[Tensor, Tensor], Tensor]  # augment(rows, seeds): one augmented view of each row, from the row's own seed
+
+
+def _views(model: Any, augment: Augment, views: int, x: Tensor, fresh: bool) -> Tensor:
+    """(queries * views, ...)"""
+    seeds = random.per_row(model.fresh_seeds if fresh else model.seeds, views)
+    return augment(repeat_rows(x, views), seeds)
+
+
+class Agree(Loss):
+    """Augmented views of a query must agree in their features (the contrastive loss of Sec. 5.3).
+
+        loss = 1 - mean over pairs a != b of cos(z_a, z_b),   z = head(features of the view)
+
+    With `negatives` (n, d), features of other inputs, it is the NT-Xent loss of SimCLR with those in the denominator.
+    """
+
+    negatives: Tensor | None
+
+    def __init__(
+        self,
+        augment: Augment,
+        views: int = 2,
+        *,
+        at: Features = None,
+        head: nn.Module | None = None,
+        negatives: Tensor | None = None,
+        temperature: float = 0.5,
+        fresh: bool = False,
+    ):
+        super().__init__()
+        if views < 2:
+            raise ValueError(f"agreement takes at least two views, not {views}")
+        self.augment, self.views, self.at, self.head, self.temperature, self.fresh = augment, views, at, head, temperature, fresh
+        self.register_buffer("negatives", negatives, persistent=False)
+
+    def forward(self, model: Any, x: Tensor) -> Tensor:
+        features = read(model, self.at, _views(model, self.augment, self.views, x, self.fresh)).flatten(1)
+        z = F.normalize(grouped(features if self.head is None else self.head(features), self.views), dim=-1)  # (queries, views, d)
+        pairs = z @ z.mT
+        off_diagonal = ~torch.eye(self.views, dtype=torch.bool, device=z.device)
+        if self.negatives is None:
+            return 1 - pairs[:, off_diagonal].mean(1)
+        others = (z @ F.normalize(self.negatives, dim=-1).mT / self.temperature).logsumexp(-1, keepdim=True)  # (queries, views, 1)
+        positive = pairs / self.temperature
+        return (torch.logaddexp(positive, others) - positive)[:, off_diagonal].mean(1)
+
+
+class Smooth(Loss):
+    """Features must not change under noise (Sec. 5.4).
+
+    loss = E[cos_dist(g(x), g(x + delta))],   delta ~ N(0, nu^2),   from `views` draws
+    """
+
+    def __init__(self, nu: float, *, at: Features = None, views: int = 1, fresh: bool = False):
+        super().__init__()
+        if not nu > 0 or views < 1:
+            raise ValueError(f"Smooth needs nu > 0 and at least one view, not {nu} and {views}")
+        self.nu, self.at, self.views, self.fresh = nu, at, views, fresh
+
+    def forward(self, model: Any, x: Tensor) -> Tensor:
+        seeds = model.fresh_seeds if self.fresh else model.seeds
+        noise = random.normal(seeds, (self.views, *x.shape[1:]), x.dtype)
+        rows = torch.cat([x[:, None], x[:, None] + self.nu * noise], 1).flatten(0, 1)
+        features = grouped(read(model, self.at, rows), 1 + self.views)
+        return (1 - F.cosine_similarity(features[:, :1], features[:, 1:], dim=-1)).mean(1)
+
+
+class MarginalEntropy(Loss):
+    """The entropy of the class probabilities averaged over augmented views (MEMO, Zhang et al. 2022)."""
+
+    def __init__(self, augment: Augment, views: int = 16, *, fresh: bool = False):
+        super().__init__()
+        self.augment, self.views, self.fresh = augment, views, fresh
+
+    def forward(self, model: Any, x: Tensor) -> Tensor:
+        logits = grouped(read(model, None, _views(model, self.augment, self.views, x, self.fresh)), self.views)
+        log_mean = logits.log_softmax(-1).logsumexp(1) - torch.tensor(float(self.views)).log().to(logits)
+        return -(log_mean.exp() * log_mean).sum(1)
+
+
+class Rotation(Loss):
+    """Predict by how many right angles an image is turned (test-time training, Sun et al. 2020).
+
+    `at` gives the features and `head` the four logits; without a head the features are the logits. x: (queries, C, H, W), H = W.
+    """
+
+    def __init__(self, head: nn.Module | None = None, *, at: Features = None):
+        super().__init__()
+        self.head, self.at = head, at
+
+    def forward(self, model: Any, x: Tensor) -> Tensor:
+        turned = torch.stack([x.rot90(quarters, (-2, -1)) for quarters in range(4)], 1).flatten(0, 1)
+        features = read(model, self.at, turned).flatten(1)
+        logits = grouped(features if self.head is None else self.head(features), 4)  # (queries, 4 turns, 4 classes)
+        if logits.shape[-1] != 4:
+            raise ValueError(f"rotation prediction takes four logits, not {logits.shape[-1]}: give a head with four outputs")
+        return -logits.log_softmax(-1).diagonal(dim1=1, dim2=2).mean(1)

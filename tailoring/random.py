@@ -1,0 +1,73 @@
+"""Noise that belongs to a query, not to its place in a batch.
+
+Every draw is a hash of (the query's seed, the position of the number drawn), so a query gets the same noise alone, in any batch
+and in any order, on every device, with no generator to carry about: law 1 holds for losses that draw noise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._trees import tensors
+
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit integer
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    return (bits >> by) & ((1 << (64 - by)) - 1)  # logical, where >> on int64 is arithmetic
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    bits = (bits ^ _shift(bits, 30)) * -4658895280553007687
+    bits = (bits ^ _shift(bits, 27)) * -7723592293110705685
+    return bits ^ _shift(bits, 31)
+
+
+def seeds_of(x: Any) -> Tensor:
+    """One seed per query, (queries,), from the query's own numbers: equal queries have equal seeds."""
+    leaves = [t for t in tensors(x) if t.ndim]
+    total = torch.zeros(leaves[0].shape[0], dtype=torch.int64, device=leaves[0].device)
+    for leaf in leaves:
+        rows = leaf.detach().reshape(leaf.shape[0], -1)
+        if rows.is_complex():
+            rows = torch.view_as_real(rows).flatten(1)
+        words = rows if rows.dtype == torch.bool else rows.contiguous().view(_WORDS[rows.element_size()])
+        place = torch.arange(words.shape[1], device=words.device)
+        total = _mix(total + _mix(words.to(torch.int64) + (place + 1) * _GOLDEN).sum(1).to(total.device))
+    return total
+
+
+def fold(seeds: Tensor, number: int) -> Tensor:
+    """New seeds, independent of the old ones and of those folded with another number."""
+    return _mix(seeds + (2 * number + 1) * 0x5851F42D4C957F2D % 2**62)
+
+
+def per_row(seeds: Tensor, copies: int) -> Tensor:
+    """Seeds for `copies` rows of each query, (queries * copies,), all different."""
+    place = torch.arange(1, copies + 1, device=seeds.device)
+    return _mix(_mix(seeds)[:, None] ^ (place * _GOLDEN)).flatten()
+
+
+def _draw(seeds: Tensor, shape: tuple[int, ...]) -> Tensor:
+    place = torch.arange(1, math.prod(shape) + 1, device=seeds.device)
+    return _mix(_mix(seeds)[:, None] + place * _GOLDEN)  # (queries, numbers)
+
+
+def uniform(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers in (0, 1), (queries, *shape)."""
+    bits = 52 if dtype == torch.float64 else 23
+    numbers = (_shift(_draw(seeds, shape), 64 - bits).to(torch.float64 if bits == 52 else torch.float32) + 0.5) * 2.0**-bits
+    return numbers.to(dtype).reshape(seeds.shape[0], *shape)
+
+
+def normal(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers, (queries, *shape), by Box and Muller's transform."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    radius, angle = uniform(seeds, (2, *shape), wide).unbind(1)
+    return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).to(dtype)
