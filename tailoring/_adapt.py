@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ._bound import Bound
 from ._rules import State
-from ._sites import At, Edit, Function, Seen, check_at, describe, intercepted, matching, watch
+from ._sites import At, Edit, Reading, Seen, check_at, describe, intercepted, matching, watch
 from ._trees import copies_per_query, repeat_rows
 
 _CHANNELS_SECOND = (
@@ -52,7 +52,7 @@ class Adapter:
     """What every adapter offers to the inner loop.
 
     `sites(model, x)` tells where it acts, `init(model, sites, queries)` makes the state that changes nothing, and
-    `call(model, sites, state, function, args, kwargs)` computes `function(model, *args, **kwargs)` as adapted by the state.
+    `call(model, sites, state, reading, args, kwargs)` computes a `Reading` of the model as adapted by the state.
     """
 
     learned_start = False
@@ -75,11 +75,11 @@ class Adapter:
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         raise NotImplementedError
 
-    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, function: Function, args: Any, kwargs: Any) -> Any:
+    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any) -> Any:
         """By default, edit the outputs of the modules at the sites."""
         edits = {name: _edit_outputs(name, group, state, self.edit) for name, group in _by_module(sites).items()}
         with intercepted(model, edits):
-            return function(model, *args, **kwargs)
+            return reading(model, lambda module: module(*args, **kwargs))
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
         raise NotImplementedError

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._sites import Function, intercepted
-from ._trees import first_tensor
+from ._sites import Reading
 from .random import fold, seeds_of
 
 
@@ -21,20 +20,20 @@ class Bound:
     """
 
     def __init__(
-        self, module: nn.Module, run: Callable[[Function, Any, Any], Any], query: Any, seeds: Tensor | None, step: int, path: str = ""
+        self, module: nn.Module, run: Callable[[Reading, Any, Any], Any], query: Any, seeds: Tensor | None, step: int, path: str = ""
     ):
         self._module, self._run, self._query, self._seeds, self._step, self._path = module, run, query, seeds, step, path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(_CallAt(self._path), args, kwargs)
+        return self._run(Reading(self._path), args, kwargs)
 
     def output_of(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The (first) tensor that the submodule `name` puts out, at its last call, while the model answers."""
-        return self._run(_Capture(self._path, self._known(name), "output"), args, kwargs)
+        return self._run(Reading(self._path, self._known(name), "output"), args, kwargs)
 
     def input_of(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The (first) tensor that the submodule `name` is given, at its last call, while the model answers."""
-        return self._run(_Capture(self._path, self._known(name), "input"), args, kwargs)
+        return self._run(Reading(self._path, self._known(name), "input"), args, kwargs)
 
     @property
     def seeds(self) -> Tensor:
@@ -62,33 +61,3 @@ class Bound:
             path = f"{self._path}.{name}" if self._path else name
             return Bound(value, self._run, self._query, self._seeds, self._step, path)
         return value
-
-
-class _CallAt:
-    """`function(model, ...)` that calls the submodule at a path."""
-
-    def __init__(self, path: str):
-        self.path = path
-
-    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return model.get_submodule(self.path)(*args, **kwargs)
-
-
-class _Capture:
-    """`function(model, ...)` that calls the submodule at a path and returns what passes through one below it."""
-
-    def __init__(self, path: str, name: str, side: str):
-        self.path, self.name, self.side = path, name, side
-
-    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        base = model.get_submodule(self.path)
-        caught: list[Tensor] = []
-
-        def catch(_module: nn.Module, inputs: Any, out: Any) -> None:
-            caught.append(first_tensor(out if self.side == "output" else inputs))
-
-        with intercepted(base, {self.name: catch}):
-            base(*args, **kwargs)
-        if not caught:
-            raise ValueError(f"module {self.name!r} did not run in this forward pass")
-        return caught[-1]

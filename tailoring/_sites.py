@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ._kernels import plain_kernels
-from ._trees import Call, map_tensors, model_call, tensors
+from ._trees import Call, first_tensor, map_tensors, model_call, tensors
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
-Function = Callable[..., Any]  # function(model, *args, **kwargs): what is to be computed with an adapted model
 Edit = Callable[[nn.Module, Any, Any], Any]  # (module, its inputs, its output) -> the output to use instead, or None
 
 
@@ -38,6 +37,31 @@ def intercepted(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
     finally:
         for step in reversed(undo):
             step()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is to be computed with an adapted model: the output of the submodule at `path`, or what passes through one below it."""
+
+    path: str = ""
+    below: str | None = None
+    side: Literal["input", "output"] = "output"
+
+    def __call__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> Any:
+        """`run(module)` calls the module; this says which one, and listens while it runs."""
+        base = model.get_submodule(self.path)
+        if self.below is None:
+            return run(base)
+        caught: list[Tensor] = []
+
+        def catch(_module: nn.Module, inputs: Any, out: Any) -> None:
+            caught.append(first_tensor(out if self.side == "output" else inputs))
+
+        with intercepted(base, {self.below: catch}):
+            run(base)
+        if not caught:
+            raise ValueError(f"module {self.below!r} did not run in this forward pass")
+        return caught[-1]
 
 
 def _hook(module: nn.Module, edit: Edit) -> Callable[[], None]:

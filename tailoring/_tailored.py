@@ -16,6 +16,7 @@ from ._inner import Backprop, Keep, Moment, descend
 from ._kernels import plain_kernels
 from ._learned import Learned, OwnNames
 from ._rules import LBFGS, Descent, Functional, Rates, State
+from ._sites import Reading
 from ._trees import (
     Inputs,
     as_call,
@@ -80,7 +81,7 @@ def _leaves_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return method(self, *args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             args, kwargs = map_tensors(lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
@@ -287,8 +288,8 @@ class Tailored(OwnNames):
         x, seeds = (batch.x, batch.seeds) if rows is None else take_rows((batch.x, batch.seeds), rows)
         queries = count_rows(x)
 
-        def run(function: Any, args: Any, kwargs: Any) -> Any:
-            return self.adapt.call(self.net, batch.sites, state, function, args, kwargs)
+        def run(reading: Reading, args: Any, kwargs: Any) -> Any:
+            return self.adapt.call(self.net, batch.sites, state, reading, args, kwargs)
 
         args, kwargs = as_call(x)
         with plain_kernels(self.net, graph=self.backprop != "none"):
@@ -325,7 +326,7 @@ class Tailored(OwnNames):
 
         def run(state: State) -> Any:
             with plain_kernels(self.net, graph=self.backprop != "none"):
-                return self.adapt.call(self.net, batch.sites, state, _forward, args, kwargs)
+                return self.adapt.call(self.net, batch.sites, state, Reading(), args, kwargs)
 
         out = run(state)
         if torch.compiler.is_compiling():
@@ -347,10 +348,6 @@ class Tailored(OwnNames):
         per_query = [t.expand(batch.queries) for t in (torch.where(failed, 0, fit.steps), fit.stopped, failed, *fit.losses)]
         steps, stopped, failed, *losses = per_query
         return Trace(prediction, torch.stack(losses), steps, stopped, failed, fit.state, batch.sites)
-
-
-def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
 
 
 @_leaves_inference_mode

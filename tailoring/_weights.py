@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ._adapt import Adapter, Site
 from ._rules import State
-from ._sites import At, Function, check_at, describe, matching
+from ._sites import At, Reading, check_at, describe, matching
 from ._trees import copies_per_query, count_rows
 
 _SWAPPING = threading.RLock()  # functional_call swaps a module's weights while it runs: one thread at a time
@@ -56,20 +56,19 @@ class Weights(Adapter):
         named = dict(model.named_parameters())
         return {s.key: named[s.key].expand(queries, *s.shape) for s in sites}
 
-    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, function: Function, args: Any, kwargs: Any) -> Any:
+    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any) -> Any:
         queries = next(iter(state.values())).shape[0]
         copies = copies_per_query(count_rows((args, kwargs)), queries, "input of the model")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rowed = [isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves]
         grouped = [leaf.unflatten(0, (queries, copies)) for leaf, has_rows in zip(leaves, rowed, strict=True) if has_rows]
-        program = _Program(model, function)
         found: list[Any] = []  # the output's structure, told by the (single) run under vmap
 
         def one(own: State, *inputs: Tensor) -> list[Tensor]:
             inputs_left = iter(inputs)
             filled = [next(inputs_left) if has_rows else leaf for leaf, has_rows in zip(leaves, rowed, strict=True)]
             own_args, own_kwargs = pytree.tree_unflatten(filled, spec)
-            out = functional_call(program, {f"model.{name}": t for name, t in own.items()}, own_args, own_kwargs)
+            out = reading(model, lambda module: functional_call(module, _below(own, reading.path), own_args, own_kwargs))
             flat, out_spec = pytree.tree_flatten(out)
             found.append((flat, out_spec))
             return [t for t in flat if isinstance(t, Tensor)]
@@ -84,12 +83,7 @@ class Weights(Adapter):
         return pytree.tree_unflatten([next(outputs) if isinstance(t, Tensor) else t for t in flat], out_spec)
 
 
-class _Program(nn.Module):
-    """`function(model, ...)` as a module, so that `functional_call` can give it weights."""
-
-    def __init__(self, model: nn.Module, function: Function):
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.model, *args, **kwargs)
+def _below(state: State, path: str) -> State:
+    """The part of a state that belongs to the submodule at `path`, by the names it has there."""
+    prefix = f"{path}." if path else ""
+    return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ._adapt import CN, Adapter, Shift, Site
 from ._bound import Bound
 from ._rules import State
-from ._sites import Function
+from ._sites import Reading
 from ._trees import as_call, tensors
 
 __all__ = ["Output", "Shared"]
@@ -91,8 +91,8 @@ class Shared(Adapter):
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         return self.adapter.init(model, sites, queries, device)
 
-    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, function: Function, args: Any, kwargs: Any) -> Any:
-        return self.adapter.call(model, sites, state, function, args, kwargs)
+    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any) -> Any:
+        return self.adapter.call(model, sites, state, reading, args, kwargs)
 
     def __repr__(self) -> str:
         return f"Shared({self.adapter!r})"
