@@ -56,6 +56,7 @@ class Adapter:
     """
 
     learned_start = False
+    plain_kernels = False  # cannot do with fused kernels even at first order
 
     def rows(self, queries: int) -> int:
         """How many rows a state has for so many queries."""

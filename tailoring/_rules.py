@@ -129,16 +129,17 @@ class LBFGS:
 
     All queries share every evaluation of the loss, and each makes of it what its own search needs: where the loss fell enough
     (Armijo's condition) the point is accepted and a new direction chosen, elsewhere the trial step is halved. So `steps` is the
-    number of evaluations, and the best point seen is the answer.
+    number of evaluations, and the best point seen is the answer. The first step, before any curvature is known, has length
+    `first_step` (in the 1-norm), or that of the gradient if it is shorter.
     """
 
     searches = True
     differentiable = False
 
-    def __init__(self, lr: float = 1.0, *, history: int = 10, armijo: float = 1e-4):
-        if not (lr > 0 and history > 0 and 0 < armijo < 1):
-            raise ValueError(f"LBFGS needs lr > 0, history > 0 and 0 < armijo < 1, not {lr}, {history}, {armijo}")
-        self.lr, self.history, self.armijo = lr, history, armijo
+    def __init__(self, *, first_step: float = 1.0, history: int = 10, armijo: float = 1e-4):
+        if not (first_step > 0 and history > 0 and 0 < armijo < 1):
+            raise ValueError(f"LBFGS needs first_step > 0, history > 0 and 0 < armijo < 1, not {first_step}, {history}, {armijo}")
+        self.first_step, self.history, self.armijo = first_step, history, armijo
 
     def init(self, moved: State) -> dict[str, Tensor]:
         point = _flat(moved)  # (queries, numbers)
@@ -151,7 +152,7 @@ class LBFGS:
         trial, grad = _flat(moved), _flat(grads)
         if step == 0:
             direction = -grad
-            length = self.lr / grad.abs().sum(1).clamp(min=1.0)  # no curvature known yet: a short first step
+            length = self.first_step / grad.abs().sum(1).clamp(min=self.first_step)
             memory = memory | {"value": values, "grad": grad, "direction": direction, "length": length}
         else:
             memory = self._judge(trial, grad, values, memory)
@@ -164,7 +165,7 @@ class LBFGS:
         s, y = trial - old["point"], grad - old["grad"]
         curvature = (s * y).sum(1)
         learn = accept & (curvature > 1e-10 * y.square().sum(1).clamp(min=1e-30))  # keeps the inverse Hessian positive
-        new = {"point": trial, "value": values, "grad": grad, "length": torch.full_like(values, self.lr)}
+        new = {"point": trial, "value": values, "grad": grad, "length": torch.ones_like(values)}
         new = {name: torch.where(_fit(accept, t), t, old[name]) for name, t in new.items()}
         new["length"] = torch.where(accept, new["length"], old["length"] / 2)
         pairs = {"s": s, "y": y, "rho": torch.where(learn, 1 / curvature, 0.0)}

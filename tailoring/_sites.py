@@ -55,7 +55,7 @@ class Reading:
         caught: list[Tensor] = []
 
         def catch(_module: nn.Module, inputs: Any, out: Any) -> None:
-            caught.append(first_tensor(out if self.side == "output" else inputs))
+            caught.append(first_tensor(out if self.side == "output" else inputs).clone())  # the next module may work in place
 
         with intercepted(base, {self.below: catch}):
             run(base)

@@ -292,7 +292,7 @@ class Tailored(OwnNames):
             return self.adapt.call(self.net, batch.sites, state, reading, args, kwargs)
 
         args, kwargs = as_call(x)
-        with plain_kernels(self.net, graph=self.backprop != "none"):
+        with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
             losses = self.loss(self.adapt.bind(Bound(self.net, run, x, seeds, step), x), *args, **kwargs)
         check_losses(losses, queries)
         return self.adapt.reduce(losses, next(iter(state.values())).shape[0])
@@ -325,7 +325,7 @@ class Tailored(OwnNames):
         args, kwargs = model_call(batch.x)
 
         def run(state: State) -> Any:
-            with plain_kernels(self.net, graph=self.backprop != "none"):
+            with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
                 return self.adapt.call(self.net, batch.sites, state, Reading(), args, kwargs)
 
         out = run(state)

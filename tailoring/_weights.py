@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from ._adapt import Adapter, Site
+from ._recurrent import unrolled_layers
 from ._rules import State
 from ._sites import At, Reading, check_at, describe, matching
 from ._trees import copies_per_query, count_rows
@@ -25,11 +28,14 @@ class Weights(Adapter):
 
     Modules are chosen as for `CN`, with everything below them; a pattern may also name parameters (`"*.bias"`). The state holds
     each parameter under its own name, (queries, *its shape). The model runs under `torch.func.vmap`, as if once for each query,
-    so it must allow that: rows first, no change of buffers, no control flow that depends on the numbers.
+    so it must allow that: rows first, no change of buffers, no control flow that depends on the numbers. With `loop`, it does run
+    once for each query, which is as exact, slower, and asks for nothing.
     """
 
-    def __init__(self, *at: At):
-        self.at = check_at(at)
+    plain_kernels = True  # vmap has no rule for fused attention
+
+    def __init__(self, *at: At, loop: bool = False):
+        self.at, self.loop = check_at(at), loop
 
     def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
         named = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
@@ -73,14 +79,29 @@ class Weights(Adapter):
             found.append((flat, out_spec))
             return [t for t in flat if isinstance(t, Tensor)]
 
-        if torch.compiler.is_compiling():
-            results = vmap(one)(state, *grouped)
-        else:
-            with _SWAPPING:
-                results = vmap(one)(state, *grouped)
+        with nullcontext() if torch.compiler.is_compiling() else _SWAPPING:
+            results = _in_turn(one, state, *grouped) if self.loop else _at_once(model, one, state, *grouped)
         flat, out_spec = found[-1]
         outputs = iter(t.flatten(0, 1) if t.ndim > 1 else t for t in results)  # (queries, copies, ...) -> (queries * copies, ...)
         return pytree.tree_unflatten([next(outputs) if isinstance(t, Tensor) else t for t in flat], out_spec)
+
+
+def _at_once(model: nn.Module, one: Callable[..., list[Tensor]], state: State, *inputs: Tensor) -> list[Tensor]:
+    with unrolled_layers(model):
+        try:
+            return vmap(one)(state, *inputs)
+        except RuntimeError as error:
+            if "vmap" not in str(error) and "atching rule" not in str(error):
+                raise
+            raise RuntimeError(
+                f"torch.func.vmap cannot run this model: {error}\nUse Weights(..., loop=True), one query after another"
+            ) from error
+
+
+def _in_turn(one: Callable[..., list[Tensor]], state: State, *inputs: Tensor) -> list[Tensor]:
+    queries = inputs[0].shape[0]
+    outputs = [one({name: t[i] for name, t in state.items()}, *(t[i] for t in inputs)) for i in range(queries)]
+    return [torch.stack(parts) for parts in zip(*outputs, strict=True)]
 
 
 def _below(state: State, path: str) -> State:

@@ -30,13 +30,16 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def seeds_of(x: Any) -> Tensor:
-    """One seed per query, (queries,), from the query's own numbers: equal queries have equal seeds."""
+    """One seed per query, (queries,), from the query's own numbers: queries that are equal bit for bit have equal seeds."""
     leaves = [t for t in tensors(x) if t.ndim]
+    if not leaves:
+        raise ValueError(f"seeds come from a tensor with one row per query, but there is none in {x!r}")
     total = torch.zeros(leaves[0].shape[0], dtype=torch.int64, device=leaves[0].device)
     for leaf in leaves:
-        rows = leaf.detach().reshape(leaf.shape[0], -1)
+        rows = leaf.detach()
         if rows.is_complex():
-            rows = torch.view_as_real(rows).flatten(1)
+            rows = torch.view_as_real(rows.resolve_conj())
+        rows = rows.reshape(leaf.shape[0], math.prod(rows.shape[1:]))  # -1 is ambiguous where there are no rows
         words = rows if rows.dtype == torch.bool else rows.contiguous().view(_WORDS[rows.element_size()])
         place = torch.arange(words.shape[1], device=words.device)
         total = _mix(total + _mix(words.to(torch.int64) + (place + 1) * _GOLDEN).sum(1).to(total.device))
@@ -54,7 +57,11 @@ def per_row(seeds: Tensor, copies: int) -> Tensor:
     return _mix(_mix(seeds)[:, None] ^ (place * _GOLDEN)).flatten()
 
 
-def _draw(seeds: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _draw(seeds: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if seeds.dtype != torch.int64 or seeds.ndim != 1:
+        raise ValueError(f"seeds must be int64 of shape (queries,), not {seeds.dtype} of shape {tuple(seeds.shape)}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"noise has a floating-point dtype, not {dtype}")
     place = torch.arange(1, math.prod(shape) + 1, device=seeds.device)
     return _mix(_mix(seeds)[:, None] + place * _GOLDEN)  # (queries, numbers)
 
@@ -62,12 +69,13 @@ def _draw(seeds: Tensor, shape: tuple[int, ...]) -> Tensor:
 def uniform(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers in (0, 1), (queries, *shape)."""
     bits = 52 if dtype == torch.float64 else 23
-    numbers = (_shift(_draw(seeds, shape), 64 - bits).to(torch.float64 if bits == 52 else torch.float32) + 0.5) * 2.0**-bits
-    return numbers.to(dtype).reshape(seeds.shape[0], *shape)
+    numbers = _shift(_draw(seeds, shape, dtype), 64 - bits).to(torch.float64 if bits == 52 else torch.float32)
+    numbers = ((numbers + 0.5) * 2.0**-bits).to(dtype).clamp(max=1 - torch.finfo(dtype).eps / 2)  # bfloat16 would round up to 1
+    return numbers.reshape(seeds.shape[0], *shape)
 
 
 def normal(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers, (queries, *shape), by Box and Muller's transform."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(dtype, torch.float32)
     radius, angle = uniform(seeds, (2, *shape), wide).unbind(1)
     return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).to(dtype)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._trees import first_tensor
@@ -17,6 +19,8 @@ class Loss(nn.Module):
 
     def __init__(self, function: Callable[..., Tensor] | None = None):
         super().__init__()
+        if function is not None and not callable(function):
+            raise TypeError(f"a tailoring loss is a function loss(model, x) -> (queries,), not {function!r}")
         self.function = function
 
     def forward(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -28,7 +32,7 @@ class Loss(nn.Module):
         return _Sum(self, other)
 
     def __radd__(self, other: Any) -> Loss:
-        return _Sum(other, self) if callable(other) or other != 0 else self  # sum() starts from 0
+        return self if isinstance(other, Real) and other == 0 else _Sum(other, self)  # sum() starts from 0
 
     def __mul__(self, weight: float | Tensor) -> Loss:
         return _Weighted(self, weight)
@@ -39,21 +43,30 @@ class Loss(nn.Module):
 class _Sum(Loss):
     def __init__(self, first: Any, second: Any):
         super().__init__()
-        if not callable(first) or not callable(second):
-            raise TypeError("a loss can be added to a loss only")
+        for part in (first, second):
+            if not callable(part):
+                raise TypeError(f"a loss can be added to a loss only, not to {part!r}")
         self.first: Any = first
         self.second: Any = second
 
     def forward(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return self.first(model, *args, **kwargs) + self.second(model, *args, **kwargs)
+        first, second = self.first(model, *args, **kwargs), self.second(model, *args, **kwargs)
+        same_shape("the first loss of a sum", first, "the second", second)  # a mean over the batch would be added to every query
+        return first + second
 
 
 class _Weighted(Loss):
+    weight: float | Tensor
+
     def __init__(self, loss: Callable[..., Tensor], weight: float | Tensor):
         super().__init__()
-        if callable(weight) and not isinstance(weight, Tensor):
-            raise TypeError("a loss can be multiplied by a number only")
-        self.loss, self.weight = loss, weight
+        if not (weight.ndim == 0 if isinstance(weight, Tensor) else isinstance(weight, Real)):
+            raise TypeError(f"a loss can be multiplied by a number only, not by {weight!r}")
+        self.loss = loss
+        if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
+            self.register_buffer("weight", weight, persistent=False)
+        else:
+            self.weight = weight
 
     def forward(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
         return self.weight * self.loss(model, *args, **kwargs)
@@ -76,11 +89,36 @@ def read(model: Any, at: Features, x: Any) -> Tensor:
     return model.output_of(at, x) if isinstance(at, str) else at(model, x)
 
 
-def per_query(t: Tensor, queries: int) -> Tensor:
-    """(queries * k, ...) -> (queries, everything else)"""
-    return t.reshape(queries, -1)
+def per_query(t: Tensor, queries: int | None = None) -> Tensor:
+    """(queries * k, ...) -> (queries, everything else); by default every row is a query."""
+    if t.ndim == 0:
+        raise ValueError("a value for each query is needed, shape (queries, ...), not one number: keep the rows in a mean or sum")
+    return t.reshape(t.shape[0] if queries is None else queries, -1)
 
 
 def grouped(t: Tensor, copies: int) -> Tensor:
     """(queries * copies, ...) -> (queries, copies, features)"""
     return t.reshape(t.shape[0] // copies, copies, -1)
+
+
+def same_shape(what: str, first: Tensor, other: str, second: Tensor) -> None:
+    """Refuse shapes that differ, where broadcasting would mix queries without a word."""
+    if first.shape != second.shape:
+        raise ValueError(f"{what} has shape {tuple(first.shape)}, but {other} has shape {tuple(second.shape)}")
+
+
+def class_logits(prediction: Any) -> Tensor:
+    logits = first_tensor(prediction)
+    if logits.ndim < 2 or logits.shape[-1] < 2:
+        raise ValueError(f"class probabilities need logits of shape (queries, ..., at least 2 classes), not {tuple(logits.shape)}")
+    return logits
+
+
+def floored(log_p: Tensor) -> Tensor:
+    """Without -inf: a class of probability zero must add nothing to sums of p log p, but 0 * -inf is nan."""
+    return log_p.clamp(min=torch.finfo(log_p.dtype).min)
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    """(queries, ..., classes) -> (queries,), summed over what is between"""
+    return -(log_p.exp() * floored(log_p)).flatten(1).sum(1)

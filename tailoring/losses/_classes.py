@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from .. import random
-from .._trees import first_tensor, repeat_rows
-from ._base import Features, Loss, grouped, read
+from .._kernels import plain_kernels
+from .._sites import Reading, describe
+from .._trees import first_tensor, model_call, repeat_rows
+from .._validate import refuse_mixing_modules
+from ._base import Features, Loss, class_logits, entropy, floored, read
 
 
 class Entropy(Loss):
     """The entropy of the predicted class probabilities: be decided."""
 
     def forward(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-        log_p = first_tensor(model(*args, **kwargs)).log_softmax(-1)
-        return -(log_p.exp() * log_p).flatten(1).sum(1)
+        return entropy(class_logits(model(*args, **kwargs)).log_softmax(-1))
 
 
 class Align(Loss):
@@ -34,6 +36,9 @@ class Align(Loss):
 
     def __init__(self, mean: Tensor, std: Tensor, *, at: Features = None):
         super().__init__()
+        if mean.ndim != 1 or mean.shape != std.shape or not bool((std > 0).all()):
+            given = f"of shapes {tuple(mean.shape)} and {tuple(std.shape)}, smallest deviation {std.min()}"
+            raise ValueError(f"Align needs a mean and a positive deviation for each channel, not those {given}")
         self.at = at
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
@@ -42,24 +47,32 @@ class Align(Loss):
     @torch.no_grad()
     def measured(cls, net: nn.Module, batches: Iterable[Any], *, at: str) -> Align:
         """The statistics of `net`'s features at module `at`, averaged over the inputs of all batches."""
+        if isinstance(batches, Tensor):
+            raise TypeError("batches must be an iterable of batches; for a single batch x give [x]")
+        names = dict(net.named_modules())
+        if at not in names:
+            raise ValueError(f"the model has no module {at!r}; it has: {describe(names)}")
+        refuse_mixing_modules(net)
         totals, count = torch.zeros(()), 0
-        module = net.get_submodule(at)
         for x in batches:
-            caught: list[Tensor] = []
-            handle = module.register_forward_hook(lambda _m, _i, out, to=caught: to.append(first_tensor(out)))
-            try:
-                net(x)
-            finally:
-                handle.remove()
-            statistics = torch.stack(_statistics(caught[-1])).sum(1)  # (2, C)
-            totals, count = totals.to(statistics) + statistics, count + len(caught[-1])
+            features = _features(net, at, x)
+            statistics = torch.stack(_statistics(features)).sum(1)  # (2, C)
+            totals, count = totals.to(statistics) + statistics, count + len(features)
         if not count:
             raise ValueError("no batch to measure the statistics on")
         return cls(*(totals / count), at=at)
 
     def forward(self, model: Any, x: Any) -> Tensor:
         mean, std = _statistics(read(model, self.at, x))
+        if mean.shape[1] != len(self.mean):
+            raise ValueError(f"Align has the statistics of {len(self.mean)} channels, but the features have {mean.shape[1]}")
         return (((mean - self.mean) / self.std).square() + ((std - self.std) / self.std).square()).mean(1)
+
+
+def _features(net: nn.Module, at: str, x: Any) -> Tensor:
+    args, kwargs = model_call(x)
+    with plain_kernels(net, graph=False):
+        return Reading(below=at)(net, lambda module: module(*args, **kwargs))
 
 
 def _statistics(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +80,7 @@ def _statistics(features: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"feature statistics need positions to average over, (queries, C, positions...), not shape {tuple(features.shape)}"
         )
-    flat = features.flatten(2)
+    flat = features.flatten(2).to(torch.promote_types(features.dtype, torch.float32))  # 1e-12 is nothing in float16
     return flat.mean(2), (flat.var(2, unbiased=False) + 1e-12).sqrt()
 
 
@@ -90,12 +103,13 @@ class WorstCase(Loss):
         starts = self._starts(model, x)  # (queries, starts, features)
         points = self._climb(model, x, starts)
         with torch.no_grad():
-            logits = grouped(first_tensor(model(points)), starts.shape[1])  # (queries, starts, classes)
+            logits = _flat_logits(model(points)).unflatten(0, starts.shape[:2])  # (queries, starts, classes)
             energy = logits.logsumexp(-1)
-            weight = energy.softmax(1) if self.weighted else nn.functional.one_hot(energy.argmax(1), starts.shape[1]).to(logits)
-            target = (weight[..., None] * logits.softmax(-1)).sum(1)
-        log_p = first_tensor(model(x)).log_softmax(-1)
-        return (log_p.exp() * (log_p - target.clamp(min=torch.finfo(target.dtype).tiny).log())).sum(-1)
+            best = nn.functional.one_hot(energy.argmax(1), starts.shape[1]).to(logits)
+            log_weight = energy.log_softmax(1) if self.weighted else best.log()
+            log_q = (log_weight[..., None] + logits.log_softmax(-1)).logsumexp(1)  # log-densities differ by more than exp can hold
+        log_p = _flat_logits(model(x)).log_softmax(-1)
+        return (log_p.exp() * (floored(log_p) - floored(log_q))).sum(-1)
 
     def _starts(self, model: Any, x: Tensor) -> Tensor:
         """Offsets in the ball of radius eps."""
@@ -124,6 +138,13 @@ class WorstCase(Loss):
             slope = slope / slope.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(slope.dtype).tiny)
             offsets = self._inside(offsets + 2 * self.eps / (step + 2) * slope)
         return centre + offsets.reshape(centre.shape)
+
+
+def _flat_logits(prediction: Any) -> Tensor:
+    logits = class_logits(prediction)
+    if logits.ndim != 2:
+        raise ValueError(f"WorstCase needs logits of shape (queries, classes), not {tuple(logits.shape)}")
+    return logits
 
 
 def _gradient(function: Any, at: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._trees import Support, as_call, first_tensor, flat_rows
-from ._base import Loss, per_query
+from .._trees import Support, as_call, count_rows, first_tensor, flat_rows
+from ._base import Loss, per_query, same_shape
 
 
 class Conserve(Loss):
@@ -32,15 +32,18 @@ class Conserve(Loss):
         if norm not in ("l1", "l2"):
             raise ValueError(f"norm must be 'l1' or 'l2', not {norm!r}")
         self.quantity, self.before, self.norm = quantity, before or quantity, norm
-        self.weights = None if weights is None else tuple(weights)
+        self.weights = None if weights is None else [float(w) for w in weights]
 
     def forward(self, model: Any, x: Any) -> Tensor:
         now, then = self.quantity(model(x)), self.before(x)
-        if now.shape != then.shape:
-            raise ValueError(f"the quantity has shape {tuple(now.shape)} for the prediction and {tuple(then.shape)} for the query")
-        change = per_query(now - then, now.shape[0])
+        same_shape("the quantity of the prediction", now, "that of the query", then)
+        change = per_query(now - then)
         size = change.abs() if self.norm == "l1" else change.square()
-        return (size if self.weights is None else size * size.new_tensor(self.weights)).sum(1)
+        if self.weights is None:
+            return size.sum(1)
+        if len(self.weights) != size.shape[1]:
+            raise ValueError(f"there are {len(self.weights)} weights for {size.shape[1]} quantities")
+        return (size * size.new_tensor(self.weights)).sum(1)
 
 
 class Equivariant(Loss):
@@ -55,15 +58,19 @@ class Equivariant(Loss):
         super().__init__()
         if not actions:
             raise ValueError("at least one action of the group is needed")
+        for pair in actions:
+            if not (isinstance(pair, Sequence) and len(pair) == 2 and callable(pair[0]) and (pair[1] is None or callable(pair[1]))):
+                raise TypeError(f"an action is a pair (on the input, on the output or None), not {pair!r}")
         self.actions = tuple(actions)
 
     def forward(self, model: Any, x: Tensor) -> Tensor:
         rows = torch.stack([x, *(on_input(x) for on_input, _ in self.actions)], 1)  # (queries, 1 + actions, ...)
         plain, *moved = first_tensor(model(rows.flatten(0, 1))).unflatten(0, rows.shape[:2]).unbind(1)
-        errors = [
-            per_query(y - (plain if on_output is None else on_output(plain)), x.shape[0]).square().mean(1)
-            for y, (_, on_output) in zip(moved, self.actions, strict=True)
-        ]
+        errors = []
+        for y, (_, on_output) in zip(moved, self.actions, strict=True):
+            expected = plain if on_output is None else on_output(plain)
+            same_shape("the prediction", y, "its image under the action on the output", expected)
+            errors.append(per_query(y - expected).square().mean(1))
         return torch.stack(errors).mean(0)
 
 
@@ -82,7 +89,7 @@ class Residual(Loss):
         residual = self.equation(model(x), x)
         if self.precondition is not None:
             residual = self.precondition(residual)
-        return per_query(residual, residual.shape[0]).square().mean(1)
+        return per_query(residual).square().mean(1)
 
 
 class Misfit(Loss):
@@ -100,9 +107,10 @@ class Misfit(Loss):
         self.observe, self.measured, self.sigma = observe, measured, sigma
 
     def forward(self, model: Any, x: Any) -> Tensor:
-        target = self.measured(x)
-        there = per_query(~target.isnan(), target.shape[0])
-        error = per_query((self.observe(model(x), x) - target.nan_to_num()) / self.sigma, target.shape[0])
+        target, observed = self.measured(x), self.observe(model(x), x)
+        same_shape("what is observed", observed, "what was measured", target)
+        there = per_query(~target.isnan())
+        error = per_query((observed - target.nan_to_num()) / self.sigma)
         return torch.where(there, error, 0.0).square().sum(1) / there.sum(1).clamp(min=1)
 
 
@@ -114,6 +122,8 @@ class Supervised(Loss):
         self.task_loss = task_loss  # with reduction="none", as in torch.nn.functional
 
     def forward(self, model: Any, support: Support) -> Tensor:
+        if not isinstance(support, Support):
+            raise TypeError(f"Supervised reads a Support(x, y), a task with its labels, not {type(support).__name__}")
         args, kwargs = as_call(flat_rows(support.x))
         losses = self.task_loss(model(*args, **kwargs), flat_rows(support.y), reduction="none")
-        return per_query(losses, support.y.shape[0]).mean(1)
+        return per_query(losses, count_rows(support)).mean(1)

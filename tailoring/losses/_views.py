@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from .. import random
 from .._trees import repeat_rows
-from ._base import Features, Loss, grouped, read
+from ._base import Features, Loss, class_logits, entropy, grouped, read
 
 Augment = Callable[[Tensor, Tensor], Tensor]  # augment(rows, seeds): one augmented view of each row, from the row's own seed
 
@@ -19,7 +20,10 @@ Augment = Callable[[Tensor, Tensor], Tensor]  # augment(rows, seeds): one augmen
 def _views(model: Any, augment: Augment, views: int, x: Tensor, fresh: bool) -> Tensor:
     """(queries * views, ...)"""
     seeds = random.per_row(model.fresh_seeds if fresh else model.seeds, views)
-    return augment(repeat_rows(x, views), seeds)
+    rows = augment(repeat_rows(x, views), seeds)
+    if rows.shape[0] != seeds.shape[0]:
+        raise ValueError(f"augment must return one view for each of its {seeds.shape[0]} rows, not {rows.shape[0]} rows")
+    return rows
 
 
 class Agree(Loss):
@@ -46,6 +50,10 @@ class Agree(Loss):
         super().__init__()
         if views < 2:
             raise ValueError(f"agreement takes at least two views, not {views}")
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, not {temperature}")
+        if negatives is not None and (negatives.ndim != 2 or not negatives.numel()):
+            raise ValueError(f"negatives are features of other inputs, shape (n, d), not {tuple(negatives.shape)}")
         self.augment, self.views, self.at, self.head, self.temperature, self.fresh = augment, views, at, head, temperature, fresh
         self.register_buffer("negatives", negatives, persistent=False)
 
@@ -64,7 +72,7 @@ class Agree(Loss):
 class Smooth(Loss):
     """Features must not change under noise (Sec. 5.4).
 
-    loss = E[cos_dist(g(x), g(x + delta))],   delta ~ N(0, nu^2),   from `views` draws
+    loss = E[1 - cos(g(x), g(x + delta))],   delta ~ N(0, nu^2),   from `views` draws
     """
 
     def __init__(self, nu: float, *, at: Features = None, views: int = 1, fresh: bool = False):
@@ -86,12 +94,14 @@ class MarginalEntropy(Loss):
 
     def __init__(self, augment: Augment, views: int = 16, *, fresh: bool = False):
         super().__init__()
+        if views < 1:
+            raise ValueError(f"MarginalEntropy takes at least one view, not {views}")
         self.augment, self.views, self.fresh = augment, views, fresh
 
     def forward(self, model: Any, x: Tensor) -> Tensor:
-        logits = grouped(read(model, None, _views(model, self.augment, self.views, x, self.fresh)), self.views)
-        log_mean = logits.log_softmax(-1).logsumexp(1) - torch.tensor(float(self.views)).log().to(logits)
-        return -(log_mean.exp() * log_mean).sum(1)
+        log_p = class_logits(model(_views(model, self.augment, self.views, x, self.fresh))).log_softmax(-1)
+        log_p = log_p.unflatten(0, (-1, self.views))  # (queries, views, ..., classes)
+        return entropy(log_p.logsumexp(1) - math.log(self.views))
 
 
 class Rotation(Loss):
@@ -105,6 +115,8 @@ class Rotation(Loss):
         self.head, self.at = head, at
 
     def forward(self, model: Any, x: Tensor) -> Tensor:
+        if x.ndim < 3 or x.shape[-1] != x.shape[-2]:
+            raise ValueError(f"rotation prediction takes square images, shape (queries, C, H, H), not {tuple(x.shape)}")
         turned = torch.stack([x.rot90(quarters, (-2, -1)) for quarters in range(4)], 1).flatten(0, 1)
         features = read(model, self.at, turned).flatten(1)
         logits = grouped(features if self.head is None else self.head(features), 4)  # (queries, 4 turns, 4 classes)

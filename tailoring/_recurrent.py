@@ -1,0 +1,98 @@
+"""Recurrent layers in plain operations: `torch.func.vmap` has no rule for PyTorch's fused ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@contextmanager
+def unrolled_layers(model: nn.Module) -> Iterator[None]:
+    """Within the block, the model's RNN, GRU and LSTM layers compute step by step."""
+    layers = [m for m in model.modules() if isinstance(m, nn.RNNBase) and "forward" not in vars(m)]
+    try:
+        for layer in layers:
+            layer.__dict__["forward"] = _Unrolled(layer)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+class _Unrolled:
+    def __init__(self, layer: nn.RNNBase):
+        self.layer = layer
+
+    def __call__(self, x: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+        layer = self.layer
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            raise ValueError(
+                f"tailoring the weights of {type(layer).__name__} takes a batch of padded sequences, (queries, time, features)"
+            )
+        x = x.transpose(0, 1) if layer.batch_first else x  # (time, rows, features)
+        starts = [None] * (layer.num_layers * self.directions) if hx is None else _starts(hx)
+        ends = []
+        for depth in range(layer.num_layers):
+            outputs = []
+            for way in range(self.directions):
+                out, end = self._scan(x.flip(0) if way else x, depth, way, starts[depth * self.directions + way])
+                outputs.append(out.flip(0) if way else out)
+                ends.append(end)
+            x = torch.cat(outputs, -1)
+        out = x.transpose(0, 1) if layer.batch_first else x
+        last = tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+        return out, last if isinstance(layer, nn.LSTM) else last[0]
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.layer.bidirectional else 1
+
+    def _scan(self, x: Tensor, depth: int, way: int, start: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        layer, suffix = self.layer, f"_l{depth}" + ("_reverse" if way else "")
+        names = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
+        weight_in, bias_in, weight, bias, project = (getattr(layer, name + suffix, None) for name in names)
+        assert weight_in is not None
+        assert weight is not None
+        if start is None:
+            hidden = x.new_zeros(x.shape[1], layer.proj_size or layer.hidden_size)
+            start = (hidden, x.new_zeros(x.shape[1], layer.hidden_size)) if isinstance(layer, nn.LSTM) else (hidden,)
+        given = F.linear(x, weight_in, bias_in)  # all time steps at once
+        cell, outputs = _cell(layer), []
+        for inputs in given:
+            start = cell(inputs, F.linear(start[0], weight, bias), start)
+            if project is not None:
+                start = (F.linear(start[0], project), *start[1:])
+            outputs.append(start[0])
+        return torch.stack(outputs), start
+
+
+def _starts(hx: Any) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(h.unbind(0) for h in (hx if isinstance(hx, tuple) else (hx,))), strict=True))
+
+
+def _cell(layer: nn.RNNBase) -> Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """(input part, recurrent part, state) -> state, as in the documentation of torch.nn."""
+    if isinstance(layer, nn.LSTM):
+        return _lstm
+    if isinstance(layer, nn.GRU):
+        return _gru
+    activation = torch.tanh if layer.mode == "RNN_TANH" else torch.relu
+    return lambda given, recurrent, state: (activation(given + recurrent),)
+
+
+def _gru(given: Tensor, recurrent: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    (reset_x, update_x, new_x), (reset_h, update_h, new_h) = given.chunk(3, -1), recurrent.chunk(3, -1)
+    update = torch.sigmoid(update_x + update_h)
+    new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
+    return ((1 - update) * new + update * state[0],)
+
+
+def _lstm(given: Tensor, recurrent: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    enter, forget, new, leave = (given + recurrent).chunk(4, -1)
+    cell = forget.sigmoid() * state[1] + enter.sigmoid() * new.tanh()
+    return (leave.sigmoid() * cell.tanh(), cell)
