@@ -83,6 +83,10 @@ def check(model: nn.Module, x: Any, *, rtol: float = 1e-3, atol: float = 1e-5) -
 def _check_tailoring(
     model: Tailored, x: Any, changed: Any, same: Callable[..., bool], everyone: Callable[..., bool]
 ) -> list[Problem | None]:
+    if model.adapt.rows(2) != 2:
+        return [
+            Problem(f"adaptation with {model.adapt!r}", "mixes the queries of a batch, by design", "use an adapter that serves each query")
+        ]
     name = getattr(model.loss, "__name__", type(model.loss).__name__)
     start = model.trace(x).losses[:1].mT, model.trace(x).losses[:1].mT, model.trace(changed).losses[:1].mT
     answers = [tensors(model(value)) for value in (x, changed)]
@@ -148,5 +152,5 @@ def _same_tensor(a: Tensor, b: Tensor, rows: Tensor, queries: int, rtol: float, 
     along = next((d for d in range(min(a.ndim, 2)) if a.shape[d] and a.shape[d] % queries == 0), None)
     if along is None:  # nothing here belongs to a single query
         return True
-    a, b = (t.movedim(along, 0).reshape(queries, -1)[rows.to(t.device)].double() for t in (a, b))
+    a, b = (t.movedim(along, 0).reshape(queries, -1)[rows.to(t.device)].detach().double() for t in (a, b))
     return torch.allclose(a, b, rtol=rtol, atol=atol * max(1.0, float(a.abs().max()) if a.numel() else 1.0), equal_nan=True)

@@ -58,8 +58,13 @@ _RECURRENT = (
 @contextmanager
 def plain_kernels(model: nn.Module, *, graph: bool) -> Iterator[None]:
     """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice."""
-    if torch.compiler.is_compiling():  # dynamo traces the plain operations; the switches are not its to set
-        yield
+    if torch.compiler.is_compiling():  # the switches are not for dynamo to set, and the other kernels it takes apart itself
+        with ExitStack() as stack:
+            for module in model.modules():
+                if isinstance(module, nn.TransformerEncoderLayer):
+                    stack.callback(module.__dict__.__setitem__, "activation_relu_or_gelu", module.activation_relu_or_gelu)
+                    module.__dict__["activation_relu_or_gelu"] = 0  # what its fast path asks for
+            yield
         return
     switches = [_FAST_MODULES]
     if graph:

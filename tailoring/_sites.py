@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -20,23 +20,51 @@ At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
 Edit = Callable[[nn.Module, Any, Any], Any]  # (module, its inputs, its output) -> the output to use instead, or None
 
 
+ADAPTING = threading.RLock()  # held while a model runs with anything of it replaced
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One thread at a time. (Dynamo traces in one thread, and cannot trace a lock.)"""
+    if torch.compiler.is_compiling():
+        yield
+    else:
+        with ADAPTING:
+            yield
+
+
 @contextmanager
 def intercepted(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
     """Within the block, `edits[name]` sees every output of the submodule `name` and may replace it.
 
-    Eager code uses forward hooks that answer only to the thread that set them, so that threads may share a model. Dynamo cannot
-    trace the registration of a hook; while it traces (one thread) the instance's `forward` is shadowed instead.
+    The instance's `forward` is shadowed, and restored in the end. Forward hooks would do the same in eager code, but dynamo cannot
+    trace their registration, and registering one while another thread runs the module breaks that thread. The shadow answers to
+    its own thread only: in any other the module is as it was.
     """
-    shadow = torch.compiler.is_compiling()
-    undo: list[Callable[[], Any]] = []
-    try:
+    with alone(), ExitStack() as stack:
         for name, edit in edits.items():
-            module = model.get_submodule(name)
-            undo.append(_shadow_forward(module, edit) if shadow else _hook(module, edit))
+            stack.callback(_shadow_forward(model.get_submodule(name), edit))
         yield
-    finally:
-        for step in reversed(undo):
-            step()
+
+
+def _shadow_forward(module: nn.Module, edit: Edit) -> Callable[[], Any]:
+    before = module.__dict__.get("forward")
+    forward = before or type(module).forward.__get__(module)
+    owner = _this_thread()
+
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        new = edit(module, (args, kwargs), out) if _this_thread() == owner else None
+        return out if new is None else new
+
+    module.__dict__["forward"] = edited
+    if before is None:
+        return functools.partial(module.__dict__.pop, "forward", None)
+    return functools.partial(module.__dict__.__setitem__, "forward", before)
+
+
+def _this_thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 @dataclass(frozen=True)
@@ -62,30 +90,6 @@ class Reading:
         if not caught:
             raise ValueError(f"module {self.below!r} did not run in this forward pass")
         return caught[-1]
-
-
-def _hook(module: nn.Module, edit: Edit) -> Callable[[], None]:
-    owner = threading.get_ident()
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        return edit(module, (args, kwargs), out) if threading.get_ident() == owner else None
-
-    return module.register_forward_hook(hook, with_kwargs=True).remove
-
-
-def _shadow_forward(module: nn.Module, edit: Edit) -> Callable[[], Any]:
-    before = module.__dict__.get("forward")
-    forward = before or type(module).forward.__get__(module)
-
-    def edited(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        new = edit(module, (args, kwargs), out)
-        return out if new is None else new
-
-    module.__dict__["forward"] = edited
-    if before is None:
-        return functools.partial(module.__dict__.pop, "forward", None)
-    return functools.partial(module.__dict__.__setitem__, "forward", before)
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,7 @@ class Tailored(OwnNames):
         """The tailored prediction. Called like the model itself."""
         x = args[0] if len(args) == 1 and not kwargs else Inputs(*args, **kwargs)
         if count_rows(x) == 0 or (self.steps == 0 and not self.adapt.learned_start):
+            args, kwargs = model_call(x)
             return self.net(*args, **kwargs)
         return cat_rows([self._answer(b, self._fit(b).state)[0] for b in self._batches(x)])
 
@@ -228,6 +229,8 @@ class Tailored(OwnNames):
     def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[_Batch]:
         """The queries in parts of `chunk`, checked before anything runs."""
         refuse_mixing_modules(self.net)
+        if isinstance(self.loss, nn.Module):
+            refuse_mixing_modules(self.loss)
         queries = count_rows(x)
         sites = self._find_sites(x)
         if start is not None:
@@ -332,11 +335,11 @@ class Tailored(OwnNames):
         if torch.compiler.is_compiling():
             return out, None
         rows = next(iter(state.values())).shape[0]
-        bad = ~_finite_rows(out, rows)
+        bad = ~_finite_rows(out, rows).to(next(iter(state.values())).device)
         if bad.any():  # a state may be finite and yet too far out to answer with
             identity = self._identity(batch, rows)
             with torch.no_grad():
-                bad = bad & _finite_rows(run(identity), rows)
+                bad = bad & _finite_rows(run(identity), rows)  # else the untailored answer is no better
             if bad.any():
                 out = run(choose_rows(~bad, state, identity))
         return out, bad

@@ -20,7 +20,7 @@ class Inputs:
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.args, self.kwargs = args, kwargs
+        self.args, self.kwargs = args, dict(sorted(kwargs.items()))  # a query's seed must not depend on their order
 
     def __repr__(self) -> str:
         return f"Inputs{shapes(self)}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +13,8 @@ from torch.utils import _pytree as pytree
 from ._adapt import Adapter, Site
 from ._recurrent import unrolled_layers
 from ._rules import State
-from ._sites import At, Reading, check_at, describe, matching
+from ._sites import At, Reading, alone, check_at, describe, matching
 from ._trees import copies_per_query, count_rows
-
-_SWAPPING = threading.RLock()  # functional_call swaps a module's weights while it runs: one thread at a time
 
 
 class Weights(Adapter):
@@ -59,7 +55,8 @@ class Weights(Adapter):
         return chosen
 
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
-        named = dict(model.named_parameters())
+        with alone():
+            named = dict(model.named_parameters())
         return {s.key: named[s.key].expand(queries, *s.shape) for s in sites}
 
     def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any) -> Any:
@@ -79,7 +76,7 @@ class Weights(Adapter):
             found.append((flat, out_spec))
             return [t for t in flat if isinstance(t, Tensor)]
 
-        with nullcontext() if torch.compiler.is_compiling() else _SWAPPING:
+        with alone():  # functional_call swaps the module's weights while it runs
             results = _in_turn(one, state, *grouped) if self.loop else _at_once(model, one, state, *grouped)
         flat, out_spec = found[-1]
         outputs = iter(t.flatten(0, 1) if t.ndim > 1 else t for t in results)  # (queries, copies, ...) -> (queries * copies, ...)

@@ -57,25 +57,30 @@ def per_row(seeds: Tensor, copies: int) -> Tensor:
     return _mix(_mix(seeds)[:, None] ^ (place * _GOLDEN)).flatten()
 
 
-def _draw(seeds: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _check(seeds: Tensor, dtype: torch.dtype) -> None:
     if seeds.dtype != torch.int64 or seeds.ndim != 1:
         raise ValueError(f"seeds must be int64 of shape (queries,), not {seeds.dtype} of shape {tuple(seeds.shape)}")
     if not dtype.is_floating_point:
         raise TypeError(f"noise has a floating-point dtype, not {dtype}")
+
+
+def _draw(seeds: Tensor, shape: tuple[int, ...]) -> Tensor:
     place = torch.arange(1, math.prod(shape) + 1, device=seeds.device)
     return _mix(_mix(seeds)[:, None] + place * _GOLDEN)  # (queries, numbers)
 
 
 def uniform(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers in (0, 1), (queries, *shape)."""
+    _check(seeds, dtype)
     bits = 52 if dtype == torch.float64 else 23
-    numbers = _shift(_draw(seeds, shape, dtype), 64 - bits).to(torch.float64 if bits == 52 else torch.float32)
+    numbers = _shift(_draw(seeds, shape), 64 - bits).to(torch.float64 if bits == 52 else torch.float32)
     numbers = ((numbers + 0.5) * 2.0**-bits).to(dtype).clamp(max=1 - torch.finfo(dtype).eps / 2)  # bfloat16 would round up to 1
     return numbers.reshape(seeds.shape[0], *shape)
 
 
 def normal(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers, (queries, *shape), by Box and Muller's transform."""
+    _check(seeds, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     radius, angle = uniform(seeds, (2, *shape), wide).unbind(1)
     return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).to(dtype)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .. import random
 from .._trees import repeat_rows
-from ._base import Features, Loss, class_logits, entropy, grouped, read
+from ._base import Features, Loss, class_logits, entropy, floored, grouped, read
 
 Augment = Callable[[Tensor, Tensor], Tensor]  # augment(rows, seeds): one augmented view of each row, from the row's own seed
 
@@ -100,7 +100,7 @@ class MarginalEntropy(Loss):
 
     def forward(self, model: Any, x: Tensor) -> Tensor:
         log_p = class_logits(model(_views(model, self.augment, self.views, x, self.fresh))).log_softmax(-1)
-        log_p = log_p.unflatten(0, (-1, self.views))  # (queries, views, ..., classes)
+        log_p = floored(log_p).unflatten(0, (-1, self.views))  # (queries, views, ..., classes)
         return entropy(log_p.logsumexp(1) - math.log(self.views))
 
 

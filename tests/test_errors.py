@@ -1,0 +1,241 @@
+"""Bad input gets a clear error before anything is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import drift, mlp, queries
+from torch import nn
+
+from tailoring import CN, LBFGS, Inputs, Shift, Tailored, Weights
+from tailoring.baselines import Shared
+
+
+def tailored(loss=drift, net=None, **options) -> Tailored:
+    return Tailored(mlp() if net is None else net, loss, **({"adapt": CN(nn.Tanh)} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": -1}, "steps must be a whole number"),
+        ({"steps": 1.5}, "steps must be a whole number"),
+        ({"lr": -1e-3}, "lr must not be negative"),
+        ({"lr": float("nan")}, "lr must not be negative"),
+        ({"lr": [1e-3, -1.0], "steps": 2}, "lr must not be negative"),
+        ({"lr": [1e-3], "steps": 2}, "lr has 1 step sizes for 2 steps"),
+        ({"lr": torch.ones(3), "steps": 4}, "lr has 3 step sizes for 4 steps"),
+        ({"lr": torch.ones(2, 2)}, "a tensor lr has no dimension"),
+        ({"momentum": 1.0}, "momentum must lie"),
+        ({"clip": 0.0}, "clip must be positive"),
+        ({"proximal": -1.0}, "proximal must not be negative"),
+        ({"backprop": "first"}, "backprop must be one of"),
+        ({"keep": "first"}, "keep must be one of"),
+        ({"chunk": 0}, "chunk must be a positive"),
+        ({"chunk": 2, "adapt": Shared()}, "adapts to the batch as a whole"),
+    ],
+)
+def test_settings_are_checked_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        tailored(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Tailored(lambda x: x, drift), "must be a torch.nn.Module"),
+        (lambda: Tailored(mlp(), "drift"), "must be a function"),
+        (lambda: tailored(adapt=CN), "adapt must be an adapter"),
+        (lambda: tailored(adapt="CN"), "adapt must be an adapter"),
+        (lambda: tailored(optimizer=object()), "needs init"),
+        (lambda: tailored(optimizer=torch.optim.SGD([torch.zeros(1)], 0.1)), "needs init"),
+        (lambda: CN(3), "chosen by name, pattern or type"),
+        (lambda: Weights(nn.Linear(1, 1)), "chosen by name, pattern or type"),
+    ],
+)
+def test_wrong_kinds_are_told(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_lbfgs_checks_its_settings():
+    with pytest.raises(ValueError, match="first_step > 0"):
+        LBFGS(first_step=0.0)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "message"),
+    [
+        (CN("layer9"), "no module matches 'layer9'; the model has: 0 \\(Linear\\)"),
+        (CN(nn.Conv2d), "no module matches Conv2d; the model has"),
+        (CN(nn.Tanh, "nothing.*"), "no module matches 'nothing.\\*'"),
+        (Weights("layer9"), "no module or parameter matches 'layer9'"),
+        (Weights("1"), "chooses no parameters"),
+        (Shift("layer9"), "no module matches 'layer9'"),
+        (Shift(nn.Tanh), "Shift moves the output of one module"),
+    ],
+    ids=repr,
+)
+def test_a_site_that_does_not_exist_is_told_with_those_that_do(adapt, message):
+    with pytest.raises(ValueError, match=message):
+        tailored(adapt=adapt)(queries())
+
+
+def test_a_model_without_norms_or_activations_asks_for_names():
+    with pytest.raises(ValueError, match="name the modules to adapt"):
+        tailored(net=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), adapt=CN())(queries())
+
+
+def test_a_module_that_never_runs_is_told():
+    net = mlp()
+    net.idle = nn.ReLU()
+    net.forward = lambda x: net[2](net[1](net[0](x)))
+    with pytest.raises(ValueError, match="in this forward pass"):
+        tailored(net=net, adapt=CN("idle"))(queries())
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "message"),
+    [
+        (lambda model, x: drift(model, x).mean(), ValueError, "keep one value per query instead of their mean"),
+        (lambda model, x: drift(model, x)[:-1], ValueError, r"shape \(5,\), but its shape is \(4,\)"),
+        (lambda model, x: model(x), ValueError, r"but its shape is \(5, 4\)"),
+        (lambda model, x: 1.0, TypeError, "must return a tensor"),
+        (lambda model, x: (model(x) > 0).sum(1), TypeError, "floating-point"),
+        (lambda model, x: x.square().sum(1), ValueError, "does not depend on the state"),
+        (lambda model, x: model(x).detach().sum(1), ValueError, "does not depend on the state"),
+        (lambda model, x: x.requires_grad_().sum(1), ValueError, "does not depend on the state"),
+        (lambda model, x: model.output_of("nowhere", x).sum(1), ValueError, "the model has no module 'nowhere'; it has: 0, 1"),
+        (lambda model, x: model(torch.cat([x, x[:1]])).sum(1)[:5], ValueError, "6 rows are not a multiple of 5 queries"),
+    ],
+)
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights()], ids=repr)
+def test_a_wrong_loss_is_told(loss, kind, message, adapt):
+    net = mlp()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(kind, match=message):
+        tailored(loss, net, adapt=adapt)(queries())
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert not any(m._forward_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.BatchNorm1d(4), "in training mode.*BatchNorm layers alone in eval mode"),
+        (nn.BatchNorm1d(4, track_running_stats=False).eval(), "keeps no running statistics"),
+        (nn.Dropout(0.5), "drops units in training mode"),
+    ],
+    ids=["batchnorm", "no statistics", "dropout"],
+)
+def test_layers_that_mix_queries_or_draw_masks_are_refused(layer, message):
+    net = nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh(), nn.Linear(4, 4)).double()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        tailored(net=net)(queries())
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())  # no statistics were touched
+    tailored(net=net, steps=0)(queries())  # the plain model may train as it likes
+
+
+def test_the_modules_of_a_loss_must_not_mix_queries_either():
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.BatchNorm1d(4).double()
+
+        def forward(self, model, x):
+            return self.head(model(x)).square().sum(1)
+
+    with pytest.raises(ValueError, match=r"head \(BatchNorm1d\) is in training mode"):
+        tailored(Headed())(queries())
+
+
+def test_recurrent_dropout_is_refused():
+    with pytest.raises(ValueError, match="drops units"):
+        tailored(net=nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True), adapt=CN())(torch.randn(2, 3, 4))
+    with pytest.raises(ValueError, match="drops units"):
+        tailored(net=nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), adapt=CN())(torch.randn(2, 3, 4))
+
+
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights(), Shift("2")], ids=repr)
+def test_an_empty_batch_gets_an_empty_prediction(adapt):
+    model, x = tailored(adapt=adapt), queries()[:0]
+    assert model(x).shape == (0, 4)
+    assert model.predict(x, model.tailor(x)).shape == (0, 4)
+    assert [y.shape for y in model.path(x)] == [(0, 4)] * 2
+    with pytest.raises(ValueError, match="empty batch"):
+        model.trace(x)
+
+
+def test_inputs_must_share_their_rows():
+    with pytest.raises(ValueError, match=r"one row per query, but the shapes are \[\(5, 4\), \(3, 4\)\]"):
+        tailored()(queries(5), queries(3))
+    with pytest.raises(ValueError, match="holds no tensor"):
+        tailored()(3.0)
+    assert "(5, 4)" in repr(Inputs(queries()))
+
+
+def test_a_state_of_another_model_or_batch_is_refused():
+    model, x = tailored(), queries()
+    state = model.tailor(x)
+    with pytest.raises(ValueError, match="a state of this model has the names"):
+        model.predict(x, {"0.gamma": state["1.gamma"]})
+    with pytest.raises(ValueError, match="a state of this model has the names"):
+        model.predict(x, [1])
+    with pytest.raises(ValueError, match=r"has shape \(5, 2\)"):
+        model.predict(x, {name: t[:, :2] for name, t in state.items()})
+    with pytest.raises(ValueError, match=r"expected 5 row\(s\)"):
+        model.tailor(x, start={name: t[:2] for name, t in state.items()})
+    with pytest.raises(ValueError, match="not a multiple of"):
+        model.predict(x, {name: t[:2] for name, t in state.items()})
+
+
+def test_seeds_are_checked():
+    for seeds in (torch.arange(3), torch.zeros(5)):
+        with pytest.raises(ValueError, match="seeds must be int64"):
+            tailored().tailor(queries(), seeds=seeds)
+
+
+def test_a_rate_for_every_name_is_needed():
+    with pytest.raises(ValueError, match=r"lr names no step size for '1\.beta'"):
+        tailored(lr={"*.gamma": 0.1})(queries())
+
+
+def test_vmap_failures_tell_of_the_loop():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y if y.sum() > 0 else 2 * y
+
+    net = Branches().double()
+    with pytest.raises(RuntimeError, match=r"Weights\(..., loop=True\)"):
+        tailored(net=net, adapt=Weights())(queries())
+    assert tailored(net=net, adapt=Weights(loop=True))(queries()).isfinite().all()
+
+
+def test_an_error_of_the_models_own_is_not_disguised():
+    class Breaks(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("my own")
+
+    with pytest.raises(RuntimeError, match=r"^my own$"):
+        tailored(net=Breaks(4, 4), adapt=Weights())(queries())
+
+
+def test_recurrent_weights_want_padded_batches():
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 4)])
+
+    class Packs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(packed)[0].data[:1] + x
+
+    with pytest.raises(ValueError, match="padded sequences"):
+        tailored(lambda model, x: model(x).sum(1), Packs(), adapt=Weights())(torch.randn(2, 4))

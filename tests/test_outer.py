@@ -1,0 +1,226 @@
+"""Training through the adaptation, choosing its settings, and checking a model for leaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import ADAPTERS, MODES, SequenceFirst, drift, energy, mlp, queries, summed_error
+from torch import nn
+from torch.nn import functional as F
+
+from tailoring import CN, OuterLoss, Support, Tailored, Weights, check, losses, outer_losses, task_losses, tune
+from tailoring.baselines import Shared
+
+
+def tailored(**options) -> Tailored:
+    return Tailored(mlp(), drift, **({"adapt": CN(nn.Tanh), "steps": 2, "lr": 1e-2} | options))
+
+
+def test_one_loss_for_each_inner_step_and_the_plain_one_without_steps():
+    x = queries()
+    assert len(list(outer_losses(tailored(steps=3), summed_error, x, x))) == 3
+    (plain,) = outer_losses(tailored(steps=0), summed_error, x, x)
+    torch.testing.assert_close(plain, summed_error(mlp()(x), x))
+
+
+@pytest.mark.parametrize("backprop", MODES)
+@pytest.mark.parametrize("adapter", ["CN", "Weights", "Shift"])
+def test_meta_tailoring_lowers_the_task_loss_of_the_tailored_prediction(adapter, backprop):
+    x = queries(32)
+    y = F.normalize(x.roll(1, 1), dim=1) * x.norm(dim=1, keepdim=True)  # keeps the energy, as the tailoring loss wants
+    model = tailored(adapt=ADAPTERS[adapter](), backprop=backprop)
+    before = summed_error(model(x), y).item()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        sum(outer_losses(model, F.mse_loss, x, y)).backward()
+        optimizer.step()
+    assert summed_error(model(x), y).item() < 0.6 * before
+
+
+@pytest.mark.parametrize(
+    "options", [{"backprop": "all"}, {"lr": nn.Parameter(torch.tensor(1e-2, dtype=torch.float64))}], ids=["all", "learned lr"]
+)
+def test_stepping_between_inner_steps_is_refused_where_the_graph_is_still_needed(options):
+    model, x = tailored(**options), queries()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    arriving = outer_losses(model, summed_error, x, x)
+    next(arriving).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="weights changed between two inner steps"):
+        next(arriving)
+
+
+@pytest.mark.parametrize("adapter", ["CN", "CN-learned-start", "Weights", "Shift"])
+@pytest.mark.parametrize("backprop", ["none", "last"])
+def test_stepping_between_inner_steps_works_at_first_order_and_last(adapter, backprop):
+    model, x = tailored(adapt=ADAPTERS[adapter](), backprop=backprop, steps=3).prepare(queries()), queries()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    values = []
+    for _ in range(15):
+        for loss in outer_losses(model, summed_error, x, x.flip(1)):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        values.append(loss.item())
+    assert values[-1] < values[0]
+
+
+@pytest.mark.parametrize("backprop", ["none", "last"])
+def test_only_the_last_steps_graph_is_kept(backprop):
+    """With "none" and "last" the memory does not grow with the steps: an earlier step's tensors are gone once its loss is."""
+    import gc
+    import weakref
+
+    alive = []
+
+    class Mark(torch.autograd.Function):  # lives as long as the graph that it is part of
+        @staticmethod
+        def forward(ctx, value):
+            ctx.marker = torch.zeros(1)
+            alive.append(weakref.ref(ctx.marker))
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    def watched(model, x):
+        return Mark.apply(drift(model, x))
+
+    model, x = Tailored(mlp(), watched, adapt=CN(nn.Tanh), steps=4, lr=1e-2, backprop=backprop), queries()
+    counts = []
+    for loss in outer_losses(model, summed_error, x, x):
+        gc.collect()
+        counts.append(sum(ref() is not None for ref in alive))
+        del loss
+    assert max(counts) <= (0 if backprop == "none" else 1)
+
+
+def test_the_outer_loss_as_a_module_is_the_sum():
+    model, x = tailored(), queries()
+    torch.testing.assert_close(OuterLoss(model, summed_error)(x, x), sum(outer_losses(model, summed_error, x, x)))
+    few = Tailored(mlp(), losses.Supervised(F.mse_loss), adapt=CN(nn.Tanh), steps=2, lr=1e-2)
+    pair = (queries(6).unflatten(0, (3, 2)), queries(6, seed=3).unflatten(0, (3, 2)))
+    torch.testing.assert_close(OuterLoss(few, summed_error)(Support(*pair), pair), sum(task_losses(few, summed_error, pair, pair)))
+
+
+@pytest.mark.parametrize("adapter", ["CN", "Weights"])
+def test_tasks_are_adapted_separately(adapter):
+    model = Tailored(mlp(), losses.Supervised(F.mse_loss), adapt=ADAPTERS[adapter](), steps=2, lr=5e-2)
+    x, y = queries(12).unflatten(0, (4, 3)), queries(12, seed=2).unflatten(0, (4, 3))
+    state = model.tailor(Support(x, y))
+    for task in range(4):
+        own = model.tailor(Support(x[task : task + 1], y[task : task + 1]))
+        for name, t in own.items():
+            torch.testing.assert_close(state[name][task : task + 1], t, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(model.replace(steps=0)(Support(x, y)), model.net(x.flatten(0, 1)))
+    (plain,) = task_losses(model.replace(steps=0), summed_error, (x, y), (x, y))
+    torch.testing.assert_close(plain, summed_error(model.net(x.flatten(0, 1)), y.flatten(0, 1)))
+
+
+def test_tune_finds_the_best_setting_and_never_a_worse_one_than_none():
+    x = queries(40)
+    y = F.normalize(mlp()(x).detach(), dim=1) * x.norm(dim=1, keepdim=True)  # what tailoring should make of the prediction
+    data = [(x[:30], y[:30]), (x[30:], y[30:])]
+    tuned = tune(tailored(), data, F.mse_loss, lrs=(1e-3, 1e-2, 1e3), steps=4)
+    assert tuned.task.shape == tuned.tailoring.shape == (3, 5)
+    assert tuned.steps > 0
+    assert tuned.gain > 0.05
+    assert (tuned.model.steps, tuned.model.rule.lr) == (tuned.steps, tuned.lr)
+    assert "best: lr=" in str(tuned)
+    for lr, row in zip(tuned.lrs, tuned.task, strict=True):
+        for steps, value in enumerate(row.tolist()):
+            expected = F.mse_loss(tailored(lr=lr, steps=steps)(x), y)
+            if expected.isfinite():
+                torch.testing.assert_close(value, expected.item(), rtol=1e-6, atol=1e-9)
+    useless = tune(tailored(), [(x, mlp()(x).detach())], F.mse_loss, lrs=(1e-2,), steps=2)
+    assert useless.steps == 0
+    assert "does not help" in str(useless)
+    torch.testing.assert_close(useless.model(x), mlp()(x))
+
+
+def test_tune_says_what_it_needs():
+    with pytest.raises(ValueError, match="no batch was given"):
+        tune(tailored(), [], F.mse_loss)
+    with pytest.raises(ValueError, match="at least one step"):
+        tune(tailored(), [(queries(), queries())], F.mse_loss, steps=0)
+
+
+class Centres(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Chained(nn.Module):
+    """A leak in a block's own code, between two innocent layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.first(x).norm())
+
+
+@pytest.mark.parametrize(
+    ("layer", "where", "remedy"),
+    [
+        (nn.BatchNorm1d(4), r"module 1 \(BatchNorm1d\): mixes", "eval mode"),
+        (Centres(), r"module 1 \(Centres\): mixes", "within a query only"),
+        (Chained(), r"module 1 \(Chained\): mixes", "within a query only"),
+        (nn.Dropout(0.5), r"module 1 \(Dropout\): answers the same input differently", "eval mode"),
+        (nn.MultiheadAttention(4, 1), "MultiheadAttention", "batch_first=True"),
+    ],
+    ids=["batchnorm", "centres", "functional", "dropout", "attention"],
+)
+def test_check_names_the_module_that_leaks(layer, where, remedy):
+    import re
+
+    class Wrapped(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            x = self[1](x[:, None], x[:, None], x[:, None])[0][:, 0] if isinstance(self[1], nn.MultiheadAttention) else self[1](x)
+            return self[2](x)
+
+    report = check(Wrapped(nn.Linear(4, 4), layer, nn.Linear(4, 4)).double(), queries())
+    assert not report
+    assert re.search(where, str(report))
+    assert remedy in str(report)
+
+
+def test_check_is_content_with_a_good_model():
+    assert check(tailored(), queries())
+    assert str(check(mlp(), queries())) == "every query is answered on its own"
+    assert check(Tailored(SequenceFirst().double(), lambda model, x: energy(model(x)), adapt=CN()), torch.randn(3, 5, 8).double())
+    assert check(
+        Tailored(nn.Embedding(9, 4), lambda model, x: energy(model(x)), adapt=Weights(loop=True)), torch.tensor([[1, 2], [3, 4], [5, 6]])
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"loss": lambda model, x: drift(model, x) - drift(model, x).mean()}, "tailoring loss <lambda>: mixes"),
+        ({"loss": lambda model, x: drift(model, x + torch.randn_like(x))}, "another value each time"),
+        ({"adapt": Shared(CN(nn.Tanh))}, r"adaptation with Shared\(CN\(Tanh\)\)"),
+        ({"optimizer": "global"}, "adaptation with CN.*Functional"),
+    ],
+    ids=["loss", "noise", "shared", "optimizer"],
+)
+def test_check_finds_leaks_in_the_tailoring(options, what):
+    import re
+
+    import torchopt
+
+    if options.get("optimizer") == "global":
+        options = {"optimizer": torchopt.chain(torchopt.clip.clip_grad_norm(1e-3), torchopt.sgd(1.0))}
+    loss = options.pop("loss", drift)
+    report = check(Tailored(mlp(), loss, **({"adapt": CN(nn.Tanh), "lr": 1e-1} | options)), queries())
+    assert not report
+    assert re.search(what, str(report)), str(report)
+
+
+def test_check_needs_neighbours():
+    with pytest.raises(ValueError, match="at least two"):
+        check(mlp(), queries(1))
