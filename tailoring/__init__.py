@@ -13,10 +13,10 @@ from ._check import check as check
 from ._outer import OuterLoss as OuterLoss
 from ._outer import outer_losses as outer_losses
 from ._outer import task_losses as task_losses
+from ._records import Trace as Trace
 from ._rules import LBFGS as LBFGS
 from ._rules import Descent as Descent
 from ._tailored import Tailored as Tailored
-from ._tailored import Trace as Trace
 from ._trees import Inputs as Inputs
 from ._trees import Support as Support
 from ._tune import Tuned as Tuned

@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from ._recurrent import unrolled_layers
+
 
 class _Switch:
     def __init__(self, read: Callable[[], bool], write: Callable[[bool], None]):
@@ -58,8 +60,9 @@ _RECURRENT = (
 @contextmanager
 def plain_kernels(model: nn.Module, *, graph: bool) -> Iterator[None]:
     """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice."""
-    if torch.compiler.is_compiling():  # the switches are not for dynamo to set, and the other kernels it takes apart itself
+    if torch.compiler.is_compiling():  # the switches are not for dynamo to set; it takes fused attention apart itself
         with ExitStack() as stack:
+            stack.enter_context(unrolled_layers(model))
             for module in model.modules():
                 if isinstance(module, nn.TransformerEncoderLayer):
                     stack.callback(module.__dict__.__setitem__, "activation_relu_or_gelu", module.activation_relu_or_gelu)

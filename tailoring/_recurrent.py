@@ -1,4 +1,4 @@
-"""Recurrent layers in plain operations: `torch.func.vmap` has no rule for PyTorch's fused ones."""
+"""Recurrent layers in plain operations: `torch.func.vmap` has no rule for PyTorch's fused ones, and dynamo does not trace them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -15,6 +14,7 @@ from ._bound import Bound
 from ._inner import Backprop, Keep, Moment, descend
 from ._kernels import plain_kernels
 from ._learned import Learned, OwnNames
+from ._records import Batch, Fit, Trace, better, finite_rows, leaves_inference_mode
 from ._rules import LBFGS, Descent, Functional, Rates, State
 from ._sites import Reading
 from ._trees import (
@@ -23,7 +23,6 @@ from ._trees import (
     cat_rows,
     choose_rows,
     count_rows,
-    map_tensors,
     model_call,
     split_rows,
     take_rows,
@@ -32,62 +31,6 @@ from ._trees import (
 from ._validate import check_losses, check_settings, check_state, refuse_mixing_modules
 
 Loss = Callable[..., Tensor]  # loss(model, x) -> (queries,)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What happened to each query of a batch."""
-
-    prediction: Any
-    losses: Tensor  # (steps + 1, queries): the tailoring loss before the first step and after each
-    steps: Tensor  # (queries,): the steps taken by the state that answered
-    stopped: Tensor  # (queries,): its loss came down to `stop`
-    failed: Tensor  # (queries,): not finite on the way, so answered untailored
-    state: State
-    sites: tuple[Site, ...]
-
-    def __str__(self) -> str:
-        curve = " ".join(f"{value:.4g}" for value in self.losses.double().mean(1).tolist())
-        places = ", ".join(dict.fromkeys(site.key or "the output" for site in self.sites))
-        return (
-            f"{self.losses.shape[1]} queries, mean tailoring loss by step: {curve}\n"
-            f"mean steps of the answer {self.steps.double().mean():.2f}, stopped early {int(self.stopped.sum())}, "
-            f"fell back {int(self.failed.sum())}\nadapted: {places}"
-        )
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """A batch of queries on its way through the inner loop."""
-
-    x: Any
-    queries: int
-    sites: tuple[Site, ...]
-    seeds: Tensor | None = None
-    start: State | None = None  # a warm start
-
-
-@dataclass(frozen=True)
-class _Fit:
-    state: State
-    steps: Tensor
-    stopped: Tensor
-    failed: Tensor
-    losses: list[Tensor]
-
-
-def _leaves_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Inference tensors cannot take part in the inner gradients, so leave that mode and clone them."""
-
-    @functools.wraps(method)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-            return method(self, *args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            args, kwargs = map_tensors(lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
-            return method(self, *args, **kwargs)
-
-    return wrapped
 
 
 class Tailored(OwnNames):
@@ -149,7 +92,7 @@ class Tailored(OwnNames):
     def loss(self) -> Loss:
         return self.tailoring.loss
 
-    @_leaves_inference_mode
+    @leaves_inference_mode
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The tailored prediction. Called like the model itself."""
         x = args[0] if len(args) == 1 and not kwargs else Inputs(*args, **kwargs)
@@ -158,24 +101,24 @@ class Tailored(OwnNames):
             return self.net(*args, **kwargs)
         return cat_rows([self._answer(b, self._fit(b).state)[0] for b in self._batches(x)])
 
-    @_leaves_inference_mode
+    @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
         """The state fitted to `x`, from the identity or from `start` (a warm start). `seeds` (queries,) replace the queries' own."""
         if count_rows(x) == 0:
             return {}
         return cat_rows([self._fit(b).state for b in self._batches(x, start, seeds)])
 
-    @_leaves_inference_mode
+    @leaves_inference_mode
     def predict(self, x: Any, state: State) -> Any:
         """The answers to `x` with a state from before; on `queries * k` rows each query's state serves k rows."""
         args, kwargs = model_call(x)
         if count_rows(x) == 0:
             return self.net(*args, **kwargs)
-        batch = _Batch(x, count_rows(x), self._find_sites(x))
+        batch = Batch(x, count_rows(x), self._find_sites(x))
         check_state(state, self._identity(batch, 1))
         return self._answer(batch, state)[0]
 
-    @_leaves_inference_mode
+    @leaves_inference_mode
     def trace(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Trace:
         """The prediction, with what happened to each query on the way."""
         if count_rows(x) == 0:
@@ -203,7 +146,7 @@ class Tailored(OwnNames):
 
     def prepare(self, x: Any) -> Self:
         """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
-        self._identity(_Batch(x, count_rows(x), self._find_sites(x)), 1)
+        self._identity(Batch(x, count_rows(x), self._find_sites(x)), 1)
         return self
 
     def replace(self, **changes: Any) -> Tailored:
@@ -226,7 +169,7 @@ class Tailored(OwnNames):
         self._sites.clear()  # the state's dtype follows the model's
         return super()._apply(fn, recurse)
 
-    def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[_Batch]:
+    def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[Batch]:
         """The queries in parts of `chunk`, checked before anything runs."""
         refuse_mixing_modules(self.net)
         if isinstance(self.loss, nn.Module):
@@ -234,13 +177,13 @@ class Tailored(OwnNames):
         queries = count_rows(x)
         sites = self._find_sites(x)
         if start is not None:
-            check_state(start, self._identity(_Batch(x, queries, sites), 1), self.adapt.rows(queries))
+            check_state(start, self._identity(Batch(x, queries, sites), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
             raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
         if self.chunk is None or queries <= self.chunk:
-            return [_Batch(x, queries, sites, seeds, start)]
+            return [Batch(x, queries, sites, seeds, start)]
         parts = split_rows([x, start, seeds], self.chunk)
-        return [_Batch(part, count_rows(part), sites, own_seeds, own_start) for part, own_start, own_seeds in parts]
+        return [Batch(part, count_rows(part), sites, own_seeds, own_start) for part, own_start, own_seeds in parts]
 
     def _find_sites(self, x: Any) -> tuple[Site, ...]:
         key = tuple((t.shape[1:], t.dtype) for t in tensors(x)) if not torch.compiler.is_compiling() else "compiled"
@@ -250,7 +193,7 @@ class Tailored(OwnNames):
             self._sites[key] = self._sites["compiled"] = self.adapt.sites(self.net, x)
         return self._sites[key]
 
-    def _identity(self, batch: _Batch, rows: int) -> State:
+    def _identity(self, batch: Batch, rows: int) -> State:
         """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
         learned = self.tailoring
         device = tensors(batch.x)[0].device
@@ -259,7 +202,7 @@ class Tailored(OwnNames):
         state = self.adapt.init(self.net, batch.sites, rows, device)
         return learned.start_for(rows, state) if learned.wants_start else state
 
-    def _moments(self, batch: _Batch) -> Iterator[Moment]:
+    def _moments(self, batch: Batch) -> Iterator[Moment]:
         """The inner loop on a batch, watching that nothing it still needs is changed between two steps."""
         rows = self.adapt.rows(batch.queries)
         needed = self._needed_unchanged()
@@ -286,7 +229,7 @@ class Tailored(OwnNames):
             return []
         return list(self.parameters()) if self.backprop == "all" else list(self.tailoring.lr.values())
 
-    def _losses(self, batch: _Batch, state: State, rows: Tensor | None, step: int) -> Tensor:
+    def _losses(self, batch: Batch, state: State, rows: Tensor | None, step: int) -> Tensor:
         """The tailoring loss for each row of the state."""
         x, seeds = (batch.x, batch.seeds) if rows is None else take_rows((batch.x, batch.seeds), rows)
         queries = count_rows(x)
@@ -300,14 +243,14 @@ class Tailored(OwnNames):
         check_losses(losses, queries)
         return self.adapt.reduce(losses, next(iter(state.values())).shape[0])
 
-    def _fit(self, batch: _Batch, record: bool = False) -> _Fit:
+    def _fit(self, batch: Batch, record: bool = False) -> Fit:
         best: tuple[Tensor, State, Tensor] | None = None
         before: Moment | None = None
         losses: list[Tensor] = []
         for moment in self._moments(batch):
             if before is not None and moment.values is not None:
                 losses.append(moment.values)
-                best = _better(best, moment.values, before) if self.keep == "best" else None
+                best = better(best, moment.values, before) if self.keep == "best" else None
             before = moment
             if self.stop is not None and not torch.compiler.is_compiling() and bool((moment.stopped | moment.failed).all()):
                 break
@@ -318,12 +261,12 @@ class Tailored(OwnNames):
                 values = self._losses(batch, state, None, self.steps)
             losses += [values] * (self.steps + 1 - len(losses))
             if self.keep == "best":
-                _, state, steps = _better(best, torch.where(values.isnan(), torch.inf, values), before)
+                _, state, steps = better(best, torch.where(values.isnan(), torch.inf, values), before)
                 state = choose_rows(~before.failed, state, before.state)  # what failed is home in `before`
                 steps = torch.where(before.failed, 0, steps)
-        return _Fit(state, steps, before.stopped, before.failed, losses)
+        return Fit(state, steps, before.stopped, before.failed, losses)
 
-    def _answer(self, batch: _Batch, state: State) -> tuple[Any, Tensor | None]:
+    def _answer(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
         """The prediction, and which rows of the state were not fit to answer with (None if that was not looked at)."""
         args, kwargs = model_call(batch.x)
 
@@ -335,16 +278,16 @@ class Tailored(OwnNames):
         if torch.compiler.is_compiling():
             return out, None
         rows = next(iter(state.values())).shape[0]
-        bad = ~_finite_rows(out, rows).to(next(iter(state.values())).device)
+        bad = ~finite_rows(out, rows).to(next(iter(state.values())).device)
         if bad.any():  # a state may be finite and yet too far out to answer with
             identity = self._identity(batch, rows)
             with torch.no_grad():
-                bad = bad & _finite_rows(run(identity), rows)  # else the untailored answer is no better
+                bad = bad & finite_rows(run(identity), rows)  # else the untailored answer is no better
             if bad.any():
                 out = run(choose_rows(~bad, state, identity))
         return out, bad
 
-    def _trace(self, batch: _Batch) -> Trace:
+    def _trace(self, batch: Batch) -> Trace:
         fit = self._fit(batch, record=True)
         prediction, bad = self._answer(batch, fit.state)
         failed = fit.failed if bad is None else fit.failed | bad
@@ -353,21 +296,6 @@ class Tailored(OwnNames):
         return Trace(prediction, torch.stack(losses), steps, stopped, failed, fit.state, batch.sites)
 
 
-@_leaves_inference_mode
+@leaves_inference_mode
 def _all_states(model: Tailored, x: Any, **options: Any) -> list[State]:
     return list(model.states(x, **options))
-
-
-def _better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Moment) -> tuple[Tensor, State, Tensor]:
-    """The best (losses, state, steps) so far, given the losses at one more moment."""
-    if best is None:
-        return values, moment.state, moment.taken
-    wins = values < best[0]
-    return torch.where(wins, values, best[0]), choose_rows(wins, moment.state, best[1]), torch.where(wins, moment.taken, best[2])
-
-
-def _finite_rows(out: Any, rows: int) -> Tensor:
-    checks = [
-        t.detach().reshape(rows, -1).isfinite().all(1) for t in tensors(out) if t.is_floating_point() and t.ndim and t.shape[0] % rows == 0
-    ]
-    return torch.stack(checks).all(0) if checks else torch.ones(rows, dtype=torch.bool)

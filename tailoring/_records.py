@@ -1,0 +1,87 @@
+"""What is known of a batch of queries before, during and after its tailoring."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._adapt import Site
+from ._inner import Moment
+from ._rules import State
+from ._trees import choose_rows, map_tensors, tensors
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened to each query of a batch."""
+
+    prediction: Any
+    losses: Tensor  # (steps + 1, queries): the tailoring loss before the first step and after each
+    steps: Tensor  # (queries,): the steps taken by the state that answered
+    stopped: Tensor  # (queries,): its loss came down to `stop`
+    failed: Tensor  # (queries,): not finite on the way, so answered untailored
+    state: State
+    sites: tuple[Site, ...]
+
+    def __str__(self) -> str:
+        curve = " ".join(f"{value:.4g}" for value in self.losses.double().mean(1).tolist())
+        places = ", ".join(dict.fromkeys(site.key or "the output" for site in self.sites))
+        return (
+            f"{self.losses.shape[1]} queries, mean tailoring loss by step: {curve}\n"
+            f"mean steps of the answer {self.steps.double().mean():.2f}, stopped early {int(self.stopped.sum())}, "
+            f"fell back {int(self.failed.sum())}\nadapted: {places}"
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of queries on its way through the inner loop."""
+
+    x: Any
+    queries: int
+    sites: tuple[Site, ...]
+    seeds: Tensor | None = None
+    start: State | None = None  # a warm start
+
+
+@dataclass(frozen=True)
+class Fit:
+    state: State
+    steps: Tensor
+    stopped: Tensor
+    failed: Tensor
+    losses: list[Tensor]
+
+
+def better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Moment) -> tuple[Tensor, State, Tensor]:
+    """The best (losses, state, steps) so far, given the losses at one more moment."""
+    if best is None:
+        return values, moment.state, moment.taken
+    wins = values < best[0]
+    return torch.where(wins, values, best[0]), choose_rows(wins, moment.state, best[1]), torch.where(wins, moment.taken, best[2])
+
+
+def finite_rows(out: Any, rows: int) -> Tensor:
+    checks = [
+        t.detach().reshape(rows, -1).isfinite().all(1) for t in tensors(out) if t.is_floating_point() and t.ndim and t.shape[0] % rows == 0
+    ]
+    return torch.stack(checks).all(0) if checks else torch.ones(rows, dtype=torch.bool)
+
+
+def leaves_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Inference tensors cannot take part in the inner gradients, so leave that mode and clone them."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return method(self, *args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = map_tensors(lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
+            return method(self, *args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,89 @@
+"""What a newcomer meets first."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tailoring
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(code: str, *options: str) -> str:
+    return subprocess.run([sys.executable, *options, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def test_importing_it_imports_nothing_heavier_than_torch():
+    code = "import sys, torch; before = set(sys.modules); import tailoring; print(*set(sys.modules) - before)"
+    loaded = {name.split(".")[0] for name in run(code).split()} - sys.stdlib_module_names
+    assert loaded <= {"tailoring", "torch"}, loaded
+
+
+ROOMS = ["_trees", "random", "_recurrent", "_kernels", "_sites", "_rules", "_inner", "_bound", "_adapt", "_weights", "_records"]
+ROOMS += ["_learned", "_validate", "_tailored", "_outer", "_check", "_tune"]
+    "_trees",
+    "random",
+    "_recurrent",
+    "_kernels",
+    "_sites",
+    "_rules",
+    "_inner",
+    "_bound",
+    "_adapt",
+    "_weights",
+    "_records",
+    "_learned",
+    "_validate",
+    "_tailored",
+    "_outer",
+    "_check",
+    "_tune",
+]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_torch_and_earlier_rooms_only(room):
+    text = (ROOT / "tailoring" / f"{room}.py").read_text()
+    ours = set(re.findall(r"^from \.(\w+) import", text, re.M))
+    assert ours <= set(ROOMS[: ROOMS.index(room)])
+    assert set(re.findall(r"^(?:import|from) (\w+)", text, re.M)) <= sys.stdlib_module_names | {"torch"}
+
+
+def test_public_names_are_documented():
+    undocumented = [name for name in vars(tailoring) if not name.startswith("_") and not (getattr(tailoring, name).__doc__ or "").strip()]
+    assert not undocumented
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])
+def test_the_examples_in_the_docs_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    namespace: dict[str, object] = {}
+    for block in blocks:  # one page is one session: later blocks use what earlier ones made
+        exec(compile(block, page, "exec"), namespace)
+
+
+def test_the_wheel_holds_the_package_and_its_type_marker(tmp_path):
+    build = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert build.returncode == 0, build.stderr
+    (wheel,) = tmp_path.glob("tailoring-*.whl")
+    assert tailoring.__version__ in wheel.name
+    target = tmp_path / "installed"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)],
+        check=True,
+        capture_output=True,
+    )
+    assert (target / "tailoring" / "py.typed").exists()
+    assert run(f"import sys; sys.path.insert(0, {str(target)!r}); import tailoring; print(tailoring.__file__)", "-P").startswith(
+        str(target)
+    )
