@@ -26,24 +26,6 @@ def test_importing_it_imports_nothing_heavier_than_torch():
 
 ROOMS = ["_trees", "random", "_recurrent", "_kernels", "_sites", "_rules", "_inner", "_bound", "_adapt", "_weights", "_records"]
 ROOMS += ["_learned", "_validate", "_tailored", "_outer", "_check", "_tune"]
-    "_trees",
-    "random",
-    "_recurrent",
-    "_kernels",
-    "_sites",
-    "_rules",
-    "_inner",
-    "_bound",
-    "_adapt",
-    "_weights",
-    "_records",
-    "_learned",
-    "_validate",
-    "_tailored",
-    "_outer",
-    "_check",
-    "_tune",
-]
 
 
 @pytest.mark.parametrize("room", ROOMS)
