@@ -3,6 +3,13 @@
 A small network learns the state of a pendulum one time unit ahead from a few noisy transitions. Its predictions gain or lose energy, which
 the exact ones never do. That law needs no labels, so each prediction can be tailored to it: `Tailored(net, Conserve(energy))`.
 Everything is scored on exact transitions; step sizes and numbers of steps are chosen on noisy validation data by `tune`.
+
+    no change              the query itself as the answer: it conserves energy perfectly and is useless
+    plain                  the network as trained
+    tailored               the same network, each query with scales and shifts (CN) of its own
+    output                 the rival: optimise the prediction for the law, not the network
+    trained on             the network after some more ordinary training: the control of
+    meta-tailored          the network after as much training through its tailoring
 """
 
 import argparse
@@ -23,25 +30,24 @@ Transitions = tuple[Tensor, Tensor]  # states (angle, angular velocity) now and 
 
 @dataclass(frozen=True)
 class Config:
-    seeds: tuple[int, ...] = (10, 11, 12, 13, 14)  # new data and weights for each; the other settings were chosen on seeds 0, 1 and 2
-    transitions: int = 200  # few: with 400 the plain network's error is five times smaller, and the law has less to add
-    noise: float = 0.05  # of the measured next states, to train and to validate on; about 4 % of their spread
-    validation: int = 200  # a tenth of a per cent of gain would not be seen with fewer than the training set has
-    test: int = 1000  # exact transitions, only ever used for the table
+    seeds: tuple[int, ...] = (20, 21, 22, 23, 24)  # new data and weights for each; the other settings were chosen on seeds 0, 1 and 2
+    transitions: int = 200  # few: with 400 the plain network's error is a quarter of this, and the law has less to add
+    noise: float = 0.05  # of the measured next states, to train and to validate on: 4 % of their spread
+    validation: int = 200  # as many as to train on
+    test: int = 1000  # exact transitions, used for the table and for nothing else
     width: int = 64  # the best plain network on validation data, of 64 and 128 units,
     activation: type[nn.Module] = nn.SiLU  # Tanh, ReLU and SiLU,
     epochs: int = 200  # and 100, 200 and 400 epochs; the smallest of equals
     batch: int = 32
     lr: float = 3e-3  # Adam, with a cosine decay
-    lrs: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)  # inner step sizes to choose from; the best lie inside
+    lrs: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)  # inner step sizes to choose from; the best lies inside
     steps: tuple[int, ...] = (1, 5, 10)
-    searches: int = 20  # evaluations of the loss by L-BFGS: the energy error is then below 1e-5
-    meta_steps: int = 5  # inner steps while meta-tailoring; 2 leave more of the energy error
-    meta_epochs: int = 30  # of further training; 60 changed nothing
-    meta_lr: float = 1e-3  # 3e-3 undoes part of the first training
+    meta_steps: int = 5  # inner steps while meta-tailoring: better than 2 on validation data
+    meta_epochs: int = 30  # of further training
+    meta_lr: float = 1e-4  # of 1e-4, 3e-4 and 1e-3; the longer ones fit the noise
 
 
-QUICK = Config(seeds=(10, 11), epochs=100, meta_epochs=8, test=300, lrs=(0.03, 0.1, 0.3))
+QUICK = Config(seeds=(20, 21), epochs=100, meta_epochs=8, test=300, lrs=(0.03, 0.1, 0.3))
 
 
 def energy(state: Tensor) -> Tensor:
@@ -108,24 +114,26 @@ def compare(config: Config, seed: int) -> dict[str, tuple[float, float]]:
 
     law = losses.Conserve(energy, norm="l2")  # the steps of "l1" do not shrink towards the end
     model = Tailored(net, law)
-    tuned = tune(model, [validation], mse_loss, lrs=config.lrs, steps=max(config.steps))
+    most = max(config.steps)  # for L-BFGS: evaluations of the loss, so that all have the same budget
+    tuned = tune(model, [validation], mse_loss, lrs=config.lrs, steps=most)
     best = [config.lrs[i] for i in tuned.task.argmin(0).tolist()]  # the step size for each number of steps
     for steps in config.steps:
-        score(f"tailored, {steps} steps", model.replace(steps=steps, lr=best[steps]))
+        score(f"tailored, steps={steps}", model.replace(steps=steps, lr=best[steps]))
     score("tailored, as tuned", tuned.model)
-    score("tailored, L-BFGS", Tailored(net, law, optimizer=LBFGS(), steps=config.searches))
+    score("tailored, L-BFGS", Tailored(net, law, optimizer=LBFGS(), steps=most))
     output = Tailored(net, law, adapt=baselines.Output())
-    score("output, as tuned", tune(output, [validation], mse_loss, lrs=config.lrs, steps=max(config.steps)).model)
-    score("output, L-BFGS", Tailored(net, law, adapt=baselines.Output(), optimizer=LBFGS(), steps=config.searches))
+    score("output, as tuned", tune(output, [validation], mse_loss, lrs=config.lrs, steps=most).model)
+    score("output, L-BFGS", Tailored(net, law, adapt=baselines.Output(), optimizer=LBFGS(), steps=most))
 
     further = (data, config.meta_epochs, config.meta_lr, config.batch)
     inner = {"steps": config.meta_steps, "lr": best[config.meta_steps]}
+    # first order (backprop="none") ignores how the weights steer the corrections: worse here, and unstable with longer outer steps
     control, meta = (Tailored(copy.deepcopy(net), law, backprop="all", **inner) for _ in range(2))
     train(control.parameters(), lambda x, y: mse_loss(control.net(x), y), *further)
     train(meta.parameters(), lambda x, y: sum(outer_losses(meta, mse_loss, x, y), start=torch.zeros(())), *further)
     for name, trained in (("trained on", control), ("meta-tailored", meta)):
-        score(f"{name}, 0 steps", trained.net)
-        score(f"{name}, {config.meta_steps} steps", trained)
+        score(f"{name}, steps=0", trained.net)
+        score(f"{name}, steps={config.meta_steps}", trained)
     return rows
 
 
@@ -149,7 +157,7 @@ def table(rows: dict[str, Tensor]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two seeds and little training: a few seconds")
-    parser.add_argument("--seed", type=int, default=10, help="the first of the seeds")
+    parser.add_argument("--seed", type=int, default=20, help="the first of the seeds")
     args = parser.parse_args()
     torch.set_num_threads(1)  # such small matrices lose more by being shared between cores than they gain
     config = QUICK if args.quick else Config()
