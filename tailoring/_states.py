@@ -108,9 +108,10 @@ def add(a: State, b: State) -> State:
 
 def _add(a: Entry, b: Entry) -> Entry:
     if isinstance(a, LowRank) and isinstance(b, LowRank):
-        mine, other = ({key: (left, right) for key, left, right in m.blocks} for m in (a, b))
-        both = {key: (mine[key][0] + other[key][0], mine[key][1]) for key in mine.keys() & other.keys()}
-        return LowRank(tuple((key, *pair) for key, pair in sorted({**mine, **other, **both}.items())))
+        other = {key: left for key, left, _ in b.blocks}
+        mine = tuple((key, left + other[key] if key in other else left, right) for key, left, right in a.blocks)
+        known = {key for key, *_ in mine}
+        return LowRank(mine + tuple(block for block in b.blocks if block[0] not in known))
     if isinstance(a, LowRank) or isinstance(b, LowRank):  # a loop that found the matrices themselves to be cheaper
         a, b = (b, a) if isinstance(a, LowRank) else (a, b)
         assert isinstance(a, Tensor)
