@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ._bound import Bound
-from ._rules import State
-from ._sites import At, Edit, Reading, Seen, check_at, describe, intercepted, matching, watch
+from ._inner import differentiate
+from ._sites import Around, At, Reading, Seen, check_at, describe, intercepted, matching, watch
+from ._states import State, as_tensor
 from ._trees import copies_per_query, repeat_rows
 
 _CHANNELS_SECOND = (
@@ -46,13 +47,20 @@ class Site:
     channels: int  # the dimension that holds the channels
     shape: tuple[int, ...]  # what one query owns
     dtype: torch.dtype
+    how: str = ""  # of a parameter: the rule by which every query has its own
+    local: str = ""  # of a parameter: its name in the module
+    all_rows: tuple[tuple[int, int], ...] = ()  # of a parameter: `rows` for every tensor of the module's input (-1, -2, ...) and output
+
+
+Evaluate = Callable[..., Tensor]  # evaluate(state, taps=None) -> losses, (rows,); `taps` reaches `Adapter.call`
 
 
 class Adapter:
     """What every adapter offers to the inner loop.
 
     `sites(model, x)` tells where it acts, `init(model, sites, queries)` makes the state that changes nothing, and
-    `call(model, sites, state, reading, args, kwargs)` computes a `Reading` of the model as adapted by the state.
+    `call(model, sites, state, reading, args, kwargs)` computes a `Reading` of the model as adapted by the state. `gradient` is the
+    loss and its gradient; an adapter that needs to listen to the model for it passes `taps` through `evaluate` to its `call`.
     """
 
     learned_start = False
@@ -76,11 +84,19 @@ class Adapter:
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         raise NotImplementedError
 
-    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any) -> Any:
+    def call(
+        self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None
+    ) -> Any:
         """By default, edit the outputs of the modules at the sites."""
-        edits = {name: _edit_outputs(name, group, state, self.edit) for name, group in _by_module(sites).items()}
-        with intercepted(model, edits):
+        arounds = {name: _edit_outputs(name, group, state, self.edit) for name, group in by_module(sites).items()}
+        with intercepted(model, arounds):
             return reading(model, lambda module: module(*args, **kwargs))
+
+    def gradient(
+        self, evaluate: Evaluate, sites: tuple[Site, ...], state: State, step: tuple[int, int], graph: bool
+    ) -> tuple[Tensor, State]:
+        """The losses at a state, (rows,), and the gradient of their sum; `step` is (which, of how many)."""
+        return differentiate(evaluate, state, graph)
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
         raise NotImplementedError
@@ -105,7 +121,7 @@ class CN(Adapter):
 
     def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
         modules = dict(model.named_modules())
-        seen = watch(model, x)
+        seen = [s for s in watch(model, x) if s.leaf >= 0]
         ran = {s.name for s in seen}
         chosen = matching(self.at, modules) & ran if self.at else _default_names(seen, modules)
         sites = [
@@ -131,7 +147,7 @@ class CN(Adapter):
         return state
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
-        gamma, beta = state[f"{site.key}.gamma"], state[f"{site.key}.beta"]
+        gamma, beta = as_tensor(state[f"{site.key}.gamma"]), as_tensor(state[f"{site.key}.beta"])
         rows = out.shape[site.rows]
         copies = copies_per_query(rows, gamma.shape[0], f"output of {site.module!r}")
         shape = [1] * out.ndim
@@ -154,7 +170,7 @@ class Shift(Adapter):
         chosen = matching(self.at, modules)
         if len(chosen) > 1:
             raise ValueError(f"Shift moves the output of one module, but {self.at[0]!r} chooses {sorted(chosen)}")
-        seen = [s for s in watch(model, x) if s.name in chosen]
+        seen = [s for s in watch(model, x) if s.name in chosen and s.leaf >= 0]
         found = [s for s in seen if s.floating and s.rows is not None]
         if not found:
             raise ValueError(f"{self!r}: the module has no floating-point output with a row per query in this forward pass")
@@ -165,24 +181,25 @@ class Shift(Adapter):
         return {f"{s.key}.shift": torch.zeros(queries, *s.shape, dtype=s.dtype, device=device) for s in sites}
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
-        shift = state[f"{site.key}.shift"]
+        shift = as_tensor(state[f"{site.key}.shift"])
         copies = copies_per_query(out.shape[site.rows], shift.shape[0], f"output of {site.module!r}")
         return (out + repeat_rows(shift, copies).movedim(0, site.rows)).to(out.dtype)
 
 
-def _by_module(sites: Iterable[Site]) -> dict[str, list[Site]]:
+def by_module(sites: Iterable[Site]) -> dict[str, list[Site]]:
     groups: dict[str, list[Site]] = defaultdict(list)
     for site in sites:
         groups[site.module].append(site)
     return groups
 
 
-def _edit_outputs(name: str, sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor]) -> Edit:
-    """An edit for `intercepted`: the n-th call of the module is answered by its n-th sites."""
+def _edit_outputs(name: str, sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor]) -> Around:
+    """Edits the outputs of one module: its n-th call is answered by its n-th sites."""
     calls = 1 + max(site.call for site in sites)
     count = [0]
 
-    def edit_output(_module: nn.Module, _inputs: Any, out: Any) -> Any:
+    def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
         call = count[0]
         count[0] += 1
         if call >= calls:
@@ -199,7 +216,7 @@ def _edit_outputs(name: str, sites: list[Site], state: State, edit: Callable[[Te
             leaves[at[site.leaf]] = edit(leaves[at[site.leaf]], site, state)
         return pytree.tree_unflatten(leaves, spec)
 
-    return edit_output
+    return around
 
 
 def _default_names(seen: list[Seen], modules: dict[str, nn.Module]) -> set[str]:

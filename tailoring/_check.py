@@ -125,8 +125,11 @@ def _change_first(x: Any) -> Any:
 def _record(net: nn.Module, x: Any) -> list[_Record]:
     records: list[_Record] = []
 
-    def note(name: str, module: nn.Module, given: Any, out: Any) -> None:
-        records.append(_Record(name, module, [t.clone() for t in tensors(given)], [t.clone() for t in tensors(out)]))
+    def note(name: str, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = [t.clone() for t in tensors((args, kwargs))]
+        out = forward(*args, **kwargs)
+        records.append(_Record(name, module, given, [t.clone() for t in tensors(out)]))
+        return out
 
     with intercepted(net, {name: functools.partial(note, name) for name, _ in net.named_modules()}):
         args, kwargs = model_call(x)

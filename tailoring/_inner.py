@@ -9,26 +9,34 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._rules import Rule, State
+from . import _states as states
+from ._rules import Rule
+from ._states import State
 
 Backprop = Literal["none", "last", "all"]
 Keep = Literal["last", "best"]
-Objective = Callable[[State, Tensor | None, int], Tensor]  # (state, chosen rows or None for all, step) -> losses, (rows,)
+# (state, chosen rows or None for all, step, whether to keep the graph) -> losses (rows,), gradient
+Gradient = Callable[[State, Tensor | None, int, bool], tuple[Tensor, State]]
 
 
 @dataclass(frozen=True)
 class Moment:
     """The loop between two steps. `values` are the losses that the last step saw, so those of the state before it."""
 
-    state: State
+    reached: State
+    home: State
     values: Tensor | None
     taken: Tensor  # (rows,): how many steps this row has moved
-    failed: Tensor  # (rows,): not finite any more, so back at the start for good
+    failed: Tensor  # (rows,): not finite any more, so back home for good
     stopped: Tensor  # (rows,): good enough, so left where it was
+
+    @property
+    def state(self) -> State:
+        return self.reached if self.values is None else states.where(~self.failed, self.reached, self.home)
 
 
 def descend(
-    objective: Objective,
+    gradient: Gradient,
     start: Callable[[], State],
     rule: Rule,
     *,
@@ -37,7 +45,7 @@ def descend(
     stop: float | None,
     home: State | None = None,
 ) -> Iterator[Moment]:
-    """Minimise the sum of all rows' losses over the state, yielding the state before the first step and after each.
+    """Minimise the sum of all rows' losses over the state, yielding the loop before the first step and after each.
 
         state_s = state_{s-1} - lr * d/dstate sum_i loss_i(state_{s-1})
 
@@ -49,93 +57,81 @@ def descend(
     while the caller has gradients enabled; each step reads that afresh, and no mode leaks out to the caller at a yield.
     """
     base = start()
-    moved = {name: torch.zeros_like(t) for name, t in base.items()}
+    moved = states.zero_like(base)
     memory = rule.init(moved)
-    row = next(iter(base.values()))
-    taken = torch.zeros(row.shape[0], dtype=torch.int64, device=row.device)
+    taken = torch.zeros(states.rows_of(base), dtype=torch.int64, device=states.device_of(base))
     failed = stopped = taken > 0
-    yield Moment(base, None, taken, failed, stopped)
+    yield Moment(base, home or base, None, taken, failed, stopped)
     for step in range(steps):
         base = start()
+        here = states.add(base, moved)
         graph = backprop != "none" and torch.is_grad_enabled()
-        values, grads = differentiate(objective, _add(base, moved), step, graph)
-        fine = values.isfinite() & _finite(grads)
+        values, grads = gradient(here, None, step, graph)
+        fine = values.isfinite() & states.finite(grads)
         if graph and not torch.compiler.is_compiling() and not bool(fine.all()):
-            # 0 * inf = nan: a failed row would poison the shared weights' gradient though nothing uses it. So leave it out.
-            grads = _gradients_of(fine, grads, objective, _add(base, moved), step)
+            grads = _gradients_of(fine, grads, gradient, here, step)
         values = torch.where(fine, values.detach(), torch.inf)
-        grads = _where(fine, grads, None)
+        grads = states.where(fine, grads)
         if not rule.searches or step == 0:
             failed = failed | ~fine
         if stop is not None:
             stopped = stopped | (values <= stop)
+
         moving = ~(failed | stopped)
-        constant = {name: g.detach() for name, g in grads.items()}
-        carried = (moved, memory)
-        shown, memory = _advance(rule, grads if graph else constant, carried, values, moving, step)
+        carried = (moved, memory, values, moving)
+        constant = states.detached(grads)
+        shown, memory, sound = _advance(rule, grads if graph else constant, carried, step)
         moved = shown
         if graph and backprop == "last":  # what is shown keeps the graph of this step, what is carried on does not
-            moved, memory = _advance(rule, constant, carried, values, moving, step)
-        failed = failed | ~_finite(moved)
-        moved = _where(~failed, moved, None)
+            moved, memory, _ = _advance(rule, constant, carried, step)
+        failed = failed | ~sound
         taken = torch.where(failed, 0, taken + moving)
-        yield Moment(_where(~failed, _add(base, shown), home or base), values, taken, failed, stopped)
+        yield Moment(states.add(base, shown), home or base, values, taken, failed, stopped)
 
 
-def _advance(rule: Rule, grads: State, carried: tuple[State, Any], values: Tensor, moving: Tensor, step: int) -> tuple[State, Any]:
-    moved, memory = carried
+def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor], step: int) -> tuple[State, Any, Tensor]:
+    """How far all rows have moved after this step, the rule's memory, and which rows could make it."""
+    moved, memory, values, moving = carried
     move, memory = rule.update(grads, memory, moved=moved, values=values, step=step)
-    return _where(moving, _add(moved, move), moved), memory
+    sound = states.finite(move) | ~moving
+    return states.add(moved, states.where(moving & sound, move)), memory, sound
 
 
-def differentiate(objective: Objective, state: State, step: int, graph: bool) -> tuple[Tensor, State]:
-    """Every row's loss and its gradient with respect to that row of the state; with `graph`, both can be differentiated on."""
+def _gradients_of(fine: Tensor, grads: State, gradient: Gradient, state: State, step: int) -> State:
+    """The same gradients with those of all other rows zero, computed without ever evaluating those rows.
+
+    0 * inf = nan: in the graph, a failed row would poison the shared weights' gradient though nothing uses it.
+    """
+    rows = fine.nonzero().squeeze(1)
+    if len(rows) == 0:
+        return states.where(fine, states.detached(grads))
+    _, some = gradient(states.take(state, rows), rows, step, True)
+    return states.spread(some, rows, len(fine))
+
+
+def differentiate(objective: Callable[[State], Tensor], state: State, graph: bool) -> tuple[Tensor, State]:
+    """The losses of a state of tensors, (rows,), and the gradient of their sum; with `graph`, both can be differentiated on."""
     with torch.enable_grad():
         if torch.compiler.is_compiling():  # dynamo traces torch.func.grad but not torch.autograd.grad
 
             def total(state: State) -> tuple[Tensor, Tensor]:
-                values = objective(state, None, step)
+                values = objective(state)
                 return values.sum(), values
 
             grads, values = torch.func.grad(total, has_aux=True)(state)
             return values, grads
-        state = {name: t if graph and t.requires_grad else t.detach().requires_grad_() for name, t in state.items()}
-        values = objective(state, None, step)
-        if not values.requires_grad:
-            raise _unused(state)
-        grads = torch.autograd.grad(values.sum(), list(state.values()), create_graph=graph, allow_unused=True)
+        leaves = states.leaves(state, graph)
+        values = objective(dict(leaves))
+        return values, dict(gradients(values, leaves, graph))
+
+
+def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
+    """The gradient of the sum of `values` with respect to each leaf; zero where there is none, but not everywhere."""
+    reached = values.requires_grad and leaves
+    grads = torch.autograd.grad(values.sum(), list(leaves.values()), create_graph=graph, allow_unused=True) if reached else ()
     if all(g is None for g in grads):
-        raise _unused(state)
-    return values, {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(state.items(), grads, strict=True)}
-
-
-def _unused(state: State) -> ValueError:
-    return ValueError(
-        f"the tailoring loss does not depend on the state {list(state)}: call the model that the loss is given (not the original "
-        "one), without detach() or no_grad(), and adapt modules that the loss can see"
-    )
-
-
-def _gradients_of(fine: Tensor, grads: State, objective: Objective, state: State, step: int) -> State:
-    """The same gradients with those of all other rows zero, computed without ever evaluating those rows."""
-    rows = fine.nonzero().squeeze(1)
-    zero = {name: torch.zeros_like(g) for name, g in grads.items()}
-    if len(rows) == 0:
-        return zero
-    _, some = differentiate(lambda s, _, step: objective(s, rows, step), {name: t[rows] for name, t in state.items()}, step, graph=True)
-    return {name: z.index_copy(0, rows, some[name]) for name, z in zero.items()}
-
-
-def _where(rows: Tensor, yes: State, no: State | None) -> State:
-    """Rows of `yes` where `rows` holds; elsewhere those of `no`, or zero."""
-    return {name: torch.where(rows.reshape(-1, *[1] * (t.ndim - 1)), t, 0.0 if no is None else no[name]) for name, t in yes.items()}
-
-
-def _add(a: State, b: State) -> State:
-    return {name: t + b[name] for name, t in a.items()}
-
-
-def _finite(state: State) -> Tensor:
-    """(rows,): whether every number of the row is finite."""
-    checks = [t.detach().flatten(1).isfinite().all(1) for t in state.values()]
-    return torch.stack(checks).all(0)
+        raise ValueError(
+            f"the tailoring loss does not depend on the state {list(leaves)}: call the model that the loss is given (not the "
+            "original one), without detach() or no_grad(), and adapt modules that the loss can see"
+        )
+    return {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(leaves.items(), grads, strict=True)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._rules import State
+from ._states import State, as_tensor
 
 
 class Learned(nn.Module):
@@ -24,7 +24,7 @@ class Learned(nn.Module):
     def set_start(self, identity: State) -> None:
         """One row of the identity becomes the start that is learned."""
         for name, t in identity.items():
-            self.start[_key(name)] = nn.Parameter(t[0].clone())
+            self.start[_key(name)] = nn.Parameter(as_tensor(t)[0].clone())
 
     def start_for(self, rows: int, names: Iterator[str] | Mapping[str, Any]) -> State:
         return {name: self.start[_key(name)].expand(rows, *self.start[_key(name)].shape) for name in names}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ._adapt import Site
 from ._inner import Moment
-from ._rules import State
-from ._trees import choose_rows, map_tensors, tensors
+from ._states import State, where
+from ._trees import map_tensors, tensors
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Mo
     if best is None:
         return values, moment.state, moment.taken
     wins = values < best[0]
-    return torch.where(wins, values, best[0]), choose_rows(wins, moment.state, best[1]), torch.where(wins, moment.taken, best[2])
+    return torch.where(wins, values, best[0]), where(wins, moment.state, best[1]), torch.where(wins, moment.taken, best[2])
 
 
 def finite_rows(out: Any, rows: int) -> Tensor:

@@ -1,6 +1,6 @@
 """How a state moves, given the gradient of each query's tailoring loss.
 
-A rule is a pair of pure functions over `dict[str, Tensor]`, every tensor with one row per query:
+A rule is a pair of pure functions over states:
 
     memory = rule.init(moved)
     move, memory = rule.update(grads, memory, moved=..., values=..., step=...)
@@ -18,12 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+from . import _states as states
+from ._states import State, as_tensor
+
 Rate = float | Sequence[float] | Tensor  # one for all steps, or one per step
 Rates = Rate | Mapping[str, Rate]  # one for all of the state, or by (pattern of) name
 
 
 class Rule(Protocol):
+    general: bool  # works on every state; else on tensors only
     searches: bool  # takes back a step that made a loss infinite, so that is no failure
     differentiable: bool
 
@@ -39,6 +42,7 @@ class Descent:
     rho/2 |state - start|^2, which keeps the state near its start (the paper's theta' ~ theta).
     """
 
+    general = True
     searches = False
     differentiable = True
 
@@ -54,16 +58,18 @@ class Descent:
             raise ValueError(f"proximal must not be negative, but it is {proximal}")
 
     def init(self, moved: State) -> State:
-        return {name: torch.zeros_like(t) for name, t in moved.items()} if self.momentum else {}
+        return states.zero_like(moved) if self.momentum else {}
 
     def update(self, grads: State, memory: State, *, moved: State, values: Tensor, step: int) -> tuple[State, State]:
         if self.proximal:
-            grads = {name: g + self.proximal * moved[name] for name, g in grads.items()}
+            grads = states.add(grads, states.scale(moved, lambda _: self.proximal))
         if self.clip is not None:
-            grads = _clipped(grads, self.clip)
+            # 1 inside the ball, with no 0/0 at a zero gradient
+            factor = self.clip * states.square_norms(grads).clamp(min=self.clip**2).rsqrt()
+            grads = states.scale(grads, lambda _: factor)
         if self.momentum:
-            grads = memory = {name: self.momentum * memory[name] + g for name, g in grads.items()}
-        return {name: -self.rate(name, step) * g for name, g in grads.items()}, memory
+            grads = memory = states.add(states.scale(memory, lambda _: self.momentum), grads)
+        return states.scale(grads, lambda name: -self.rate(name, step)), memory
 
     def rate(self, name: str, step: int) -> float | Tensor:
         """The step size of one tensor of the state at one step."""
@@ -94,16 +100,10 @@ def _check_rate(rate: Rate) -> None:
         raise ValueError(f"lr must not be negative, but it is {rate}")
 
 
-def _clipped(grads: State, most: float) -> State:
-    squares = sum(g.flatten(1).square().sum(1) for g in grads.values())
-    assert isinstance(squares, Tensor)
-    scale = most * squares.clamp(min=most**2).rsqrt()  # 1 inside the ball, with no 0/0 at a zero gradient
-    return {name: g * scale.reshape(-1, *[1] * (g.ndim - 1)) for name, g in grads.items()}
-
-
 class Functional:
     """Any optimiser with pure `init(params)` and `update(grads, state)`, such as torchopt's."""
 
+    general = False
     searches = False
     differentiable = True
 
@@ -133,6 +133,7 @@ class LBFGS:
     `first_step` (in the 1-norm), or that of the gradient if it is shorter.
     """
 
+    general = False
     searches = True
     differentiable = False
 
@@ -191,12 +192,13 @@ class LBFGS:
 
 
 def _flat(state: State) -> Tensor:
-    return torch.cat([t.flatten(1) for t in state.values()], 1)
+    return torch.cat([as_tensor(t).flatten(1) for t in state.values()], 1)
 
 
 def _like(flat: Tensor, state: State) -> State:
-    parts = flat.split([t[0].numel() for t in state.values()], 1)
-    return {name: part.reshape(t.shape) for part, (name, t) in zip(parts, state.items(), strict=True)}
+    shapes = {name: as_tensor(t).shape for name, t in state.items()}
+    parts = flat.split([shape[1:].numel() for shape in shapes.values()], 1)
+    return {name: part.reshape(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
 
 
 def _fit(mask: Tensor, t: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from ._kernels import plain_kernels
 from ._trees import Call, first_tensor, map_tensors, model_call, tensors
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
-Edit = Callable[[nn.Module, Any, Any], Any]  # (module, its inputs, its output) -> the output to use instead, or None
+# around(forward, module, args, kwargs): what the module answers instead of forward(*args, **kwargs)
+Around = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 ADAPTING = threading.RLock()  # held while a model runs with anything of it replaced
@@ -34,30 +35,28 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def intercepted(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
-    """Within the block, `edits[name]` sees every output of the submodule `name` and may replace it.
+def intercepted(model: nn.Module, arounds: Mapping[str, Around]) -> Iterator[None]:
+    """Within the block, `arounds[name]` answers in place of the submodule `name`, and may ask it.
 
     The instance's `forward` is shadowed, and restored in the end. Forward hooks would do the same in eager code, but dynamo cannot
     trace their registration, and registering one while another thread runs the module breaks that thread. The shadow answers to
     its own thread only: in any other the module is as it was.
     """
     with alone(), ExitStack() as stack:
-        for name, edit in edits.items():
-            stack.callback(_shadow_forward(model.get_submodule(name), edit))
+        for name, around in arounds.items():
+            stack.callback(_shadow_forward(model.get_submodule(name), around))
         yield
 
 
-def _shadow_forward(module: nn.Module, edit: Edit) -> Callable[[], Any]:
+def _shadow_forward(module: nn.Module, around: Around) -> Callable[[], Any]:
     before = module.__dict__.get("forward")
     forward = before or type(module).forward.__get__(module)
     owner = _this_thread()
 
-    def edited(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        new = edit(module, (args, kwargs), out) if _this_thread() == owner else None
-        return out if new is None else new
+    def shadow(*args: Any, **kwargs: Any) -> Any:
+        return around(forward, module, args, kwargs) if _this_thread() == owner else forward(*args, **kwargs)
 
-    module.__dict__["forward"] = edited
+    module.__dict__["forward"] = shadow
     if before is None:
         return functools.partial(module.__dict__.pop, "forward", None)
     return functools.partial(module.__dict__.__setitem__, "forward", before)
@@ -82,8 +81,13 @@ class Reading:
             return run(base)
         caught: list[Tensor] = []
 
-        def catch(_module: nn.Module, inputs: Any, out: Any) -> None:
-            caught.append(first_tensor(out if self.side == "output" else inputs).clone())  # the next module may work in place
+        def catch(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self.side == "input":  # cloned, since the next module may work in place
+                caught.append(first_tensor((args, kwargs)).clone())
+            out = forward(*args, **kwargs)
+            if self.side == "output":
+                caught.append(first_tensor(out).clone())
+            return out
 
         with intercepted(base, {self.below: catch}):
             run(base)
@@ -94,11 +98,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Seen:
-    """One tensor of one output of one module, as seen on trial inputs."""
+    """One tensor that went into a module or came out of it, as seen on trial inputs."""
 
     name: str
     call: int  # which of the module's calls in this forward pass
-    leaf: int  # which tensor of its output
+    leaf: int  # which tensor of its output; below 0, of its input: -1, -2, ...
     rows: int | None  # the dimension that grew with the number of queries
     shape: tuple[int, ...]  # with two queries
     floating: bool
@@ -107,7 +111,7 @@ class Seen:
 
 
 def watch(model: nn.Module, x: Any) -> list[Seen]:
-    """Every module's outputs in the order in which they arrive, from two trial passes with two and with three queries.
+    """Every module's inputs and outputs in the order in which the outputs arrive, from two trial passes with two and with three queries.
 
     The trial batches repeat the first query: the dimension that holds the queries is the one that grows from two to three.
     """
@@ -131,9 +135,13 @@ def _watch_once(model: nn.Module, call: Call) -> list[tuple[tuple[str, int, int]
     log: list[tuple[tuple[str, int, int], Tensor]] = []
     calls: dict[str, int] = {}
 
-    def note(name: str, _module: nn.Module, _inputs: Any, out: Any) -> None:
+    def note(name: str, forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = tensors((args, kwargs))
+        out = forward(*args, **kwargs)
         calls[name] = calls.get(name, -1) + 1
+        log.extend(((name, calls[name], -1 - leaf), t) for leaf, t in enumerate(given))
         log.extend(((name, calls[name], leaf), t) for leaf, t in enumerate(tensors(out)))
+        return out
 
     with intercepted(model, {name: functools.partial(note, name) for name, _ in model.named_modules()}):
         args, kwargs = call

@@ -15,13 +15,13 @@ from ._inner import Backprop, Keep, Moment, descend
 from ._kernels import plain_kernels
 from ._learned import Learned, OwnNames
 from ._records import Batch, Fit, Trace, better, finite_rows, leaves_inference_mode
-from ._rules import LBFGS, Descent, Functional, Rates, State
+from ._rules import LBFGS, Descent, Functional, Rates
 from ._sites import Reading
+from ._states import State, compact, device_of, rows_of, where
 from ._trees import (
     Inputs,
     as_call,
     cat_rows,
-    choose_rows,
     count_rows,
     model_call,
     split_rows,
@@ -208,7 +208,7 @@ class Tailored(OwnNames):
         needed = self._needed_unchanged()
         versions = [p._version for p in needed]
         loop = descend(
-            functools.partial(self._losses, batch),
+            functools.partial(self._gradient, batch),
             lambda: self._identity(batch, rows) if batch.start is None else batch.start,
             self.rule,
             steps=self.steps,
@@ -229,19 +229,23 @@ class Tailored(OwnNames):
             return []
         return list(self.parameters()) if self.backprop == "all" else list(self.tailoring.lr.values())
 
-    def _losses(self, batch: Batch, state: State, rows: Tensor | None, step: int) -> Tensor:
+    def _gradient(self, batch: Batch, state: State, rows: Tensor | None, step: int, graph: bool) -> tuple[Tensor, State]:
+        evaluate = functools.partial(self._losses, batch, rows, step)
+        return self.adapt.gradient(evaluate, batch.sites, state, (step, self.steps), graph)
+
+    def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None) -> Tensor:
         """The tailoring loss for each row of the state."""
         x, seeds = (batch.x, batch.seeds) if rows is None else take_rows((batch.x, batch.seeds), rows)
         queries = count_rows(x)
 
         def run(reading: Reading, args: Any, kwargs: Any) -> Any:
-            return self.adapt.call(self.net, batch.sites, state, reading, args, kwargs)
+            return self.adapt.call(self.net, batch.sites, state, reading, args, kwargs, taps)
 
         args, kwargs = as_call(x)
         with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
             losses = self.loss(self.adapt.bind(Bound(self.net, run, x, seeds, step), x), *args, **kwargs)
         check_losses(losses, queries)
-        return self.adapt.reduce(losses, next(iter(state.values())).shape[0])
+        return self.adapt.reduce(losses, rows_of(state))
 
     def _fit(self, batch: Batch, record: bool = False) -> Fit:
         best: tuple[Tensor, State, Tensor] | None = None
@@ -258,13 +262,13 @@ class Tailored(OwnNames):
         state, steps = before.state, before.taken
         if record or self.keep == "best":
             with torch.no_grad():
-                values = self._losses(batch, state, None, self.steps)
+                values = self._losses(batch, None, self.steps, state)
             losses += [values] * (self.steps + 1 - len(losses))
             if self.keep == "best":
                 _, state, steps = better(best, torch.where(values.isnan(), torch.inf, values), before)
-                state = choose_rows(~before.failed, state, before.state)  # what failed is home in `before`
+                state = where(~before.failed, state, before.state)  # what failed is home in `before`
                 steps = torch.where(before.failed, 0, steps)
-        return Fit(state, steps, before.stopped, before.failed, losses)
+        return Fit(compact(state), steps, before.stopped, before.failed, losses)
 
     def _answer(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
         """The prediction, and which rows of the state were not fit to answer with (None if that was not looked at)."""
@@ -277,14 +281,14 @@ class Tailored(OwnNames):
         out = run(state)
         if torch.compiler.is_compiling():
             return out, None
-        rows = next(iter(state.values())).shape[0]
-        bad = ~finite_rows(out, rows).to(next(iter(state.values())).device)
+        rows = rows_of(state)
+        bad = ~finite_rows(out, rows).to(device_of(state))
         if bad.any():  # a state may be finite and yet too far out to answer with
             identity = self._identity(batch, rows)
             with torch.no_grad():
                 bad = bad & finite_rows(run(identity), rows)  # else the untailored answer is no better
             if bad.any():
-                out = run(choose_rows(~bad, state, identity))
+                out = run(where(~bad, state, identity))
         return out, bad
 
     def _trace(self, batch: Batch) -> Trace:

@@ -107,18 +107,6 @@ def cat_rows(trees: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(joined, spec)
 
 
-def choose_rows(mask: Tensor, yes: Any, no: Any) -> Any:
-    """Rows of `yes` where `mask` (queries,) holds, rows of `no` elsewhere; several rows per query follow their query."""
-
-    def choose(a: Any, b: Any) -> Any:
-        if not (isinstance(a, Tensor) and a.ndim and a.shape[0] % len(mask) == 0):
-            return a
-        rows = repeat_rows(mask, a.shape[0] // len(mask))
-        return torch.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-
-    return pytree.tree_map(choose, yes, no)
-
-
 def repeat_rows(t: Tensor, copies: int) -> Tensor:
     """`t.repeat_interleave(copies, 0)`: (queries, ...) -> (queries * copies, ...), row i of t at rows i * copies and on."""
     if copies == 1:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ._adapt import Adapter
 from ._inner import Backprop, Keep
-from ._rules import State
+from ._states import State, own_shape, rows_of
 
 
 def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, keep: Any, chunk: Any) -> None:
@@ -47,11 +47,11 @@ def check_state(state: Any, identity: State, rows: int | None = None) -> None:
         raise ValueError(
             f"a state of this model has the names {list(identity)}, not {list(state) if isinstance(state, dict) else type(state).__name__}"
         )
-    wrong = [name for name, t in state.items() if t.shape[1:] != identity[name].shape[1:] or (rows is not None and t.shape[0] != rows)]
-    if wrong:
-        name = wrong[0]
-        expected = f"{rows or 'one'} row(s) of shape {tuple(identity[name].shape[1:])}"
-        raise ValueError(f"the state's {name!r} has shape {tuple(state[name].shape)}; expected {expected}")
+    for name, entry in state.items():
+        count = rows_of({name: entry})
+        if own_shape(entry) != own_shape(identity[name]) or (rows is not None and count != rows):
+            expected = f"{rows or 'one'} row(s) of shape {own_shape(identity[name])}"
+            raise ValueError(f"the state's {name!r} has shape {(count, *own_shape(entry))}; expected {expected}")
 
 
 def refuse_mixing_modules(model: nn.Module) -> None:

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ._adapt import CN, Adapter, Shift, Site
+from ._adapt import CN, Adapter, Evaluate, Shift, Site
 from ._bound import Bound
-from ._rules import State
 from ._sites import Reading
+from ._states import State
 from ._trees import as_call, tensors
 
 __all__ = ["Output", "Shared"]
@@ -91,8 +91,15 @@ class Shared(Adapter):
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         return self.adapter.init(model, sites, queries, device)
 
-    def call(self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any) -> Any:
-        return self.adapter.call(model, sites, state, reading, args, kwargs)
+    def call(
+        self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None
+    ) -> Any:
+        return self.adapter.call(model, sites, state, reading, args, kwargs, taps)
+
+    def gradient(
+        self, evaluate: Evaluate, sites: tuple[Site, ...], state: State, step: tuple[int, int], graph: bool
+    ) -> tuple[Tensor, State]:
+        return self.adapter.gradient(evaluate, sites, state, step, graph)
 
     def __repr__(self) -> str:
         return f"Shared({self.adapter!r})"

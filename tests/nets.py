@@ -48,6 +48,7 @@ PER_QUERY = {
     "CN-learned-start": lambda: CN(nn.Tanh, learned_start=True),
     "Weights": lambda: Weights(),
     "Weights-part": lambda: Weights("2", "*.bias"),
+    "Weights-vmap": lambda: Weights(how="vmap"),
     "Shift": lambda: Shift("2"),
     "Output": lambda: Output(),
 }

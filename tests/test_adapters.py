@@ -157,7 +157,7 @@ def test_augmented_rows_share_their_querys_state():
     torch.testing.assert_close(model(x), one(x))
 
 
-@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights(), Weights(loop=True), Shift("0"), Output()], ids=repr)
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights(), Weights(how="loop"), Shift("0"), Output()], ids=repr)
 def test_a_state_serves_several_rows_of_its_query(adapt):
     model, x = Tailored(mlp(), drift, adapt=adapt, lr=1e-2), queries(3)
     state = model.tailor(x)
@@ -167,7 +167,9 @@ def test_a_state_serves_several_rows_of_its_query(adapt):
 
 def test_the_loop_and_vmap_are_the_same():
     net, x = mlp(), queries()
-    one, other = (Tailored(net, drift, adapt=Weights(loop=loop), steps=3, lr=1e-2, backprop="all") for loop in (True, False))
+    one, other = (
+        Tailored(net, drift, adapt=Weights(how="loop" if loop else "vmap"), steps=3, lr=1e-2, backprop="all") for loop in (True, False)
+    )
     torch.testing.assert_close(one(x), other(x), rtol=1e-12, atol=1e-13)
     grads = [torch.autograd.grad(model(x).square().sum(), list(net.parameters())) for model in (one, other)]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)

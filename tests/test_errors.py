@@ -212,9 +212,9 @@ def test_vmap_failures_tell_of_the_loop():
             return y if y.sum() > 0 else 2 * y
 
     net = Branches().double()
-    with pytest.raises(RuntimeError, match=r"Weights\(..., loop=True\)"):
-        tailored(net=net, adapt=Weights())(queries())
-    assert tailored(net=net, adapt=Weights(loop=True))(queries()).isfinite().all()
+    with pytest.raises(RuntimeError, match=r"Weights\(..., how='loop'\)"):
+        tailored(net=net, adapt=Weights(how="vmap"))(queries())
+    assert tailored(net=net, adapt=Weights(how="loop"))(queries()).isfinite().all()
 
 
 def test_an_error_of_the_models_own_is_not_disguised():

@@ -194,7 +194,7 @@ def test_check_is_content_with_a_good_model():
     assert str(check(mlp(), queries())) == "every query is answered on its own"
     assert check(Tailored(SequenceFirst().double(), lambda model, x: energy(model(x)), adapt=CN()), torch.randn(3, 5, 8).double())
     assert check(
-        Tailored(nn.Embedding(9, 4), lambda model, x: energy(model(x)), adapt=Weights(loop=True)), torch.tensor([[1, 2], [3, 4], [5, 6]])
+        Tailored(nn.Embedding(9, 4), lambda model, x: energy(model(x)), adapt=Weights(how="loop")), torch.tensor([[1, 2], [3, 4], [5, 6]])
     )
 
 

@@ -1,0 +1,105 @@
+"""Running a module with a copy of its weights for each query: what every faster way must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
+
+from ._recurrent import unrolled_layers
+from ._sites import Reading, alone
+from ._trees import copies_per_query
+
+
+def call_with_copies(
+    model: nn.Module,
+    reading: Reading,
+    changes: dict[str, Tensor],
+    args: Any,
+    kwargs: Any,
+    *,
+    loop: bool = False,
+    rows: Mapping[int, int] = MappingProxyType({}),
+) -> Any:
+    """A reading of the model, each query's weights being the shared ones plus its `changes`, (queries, *shape), by name.
+
+    All queries at once under `torch.func.vmap`, or one after another. `rows` tells the dimension that holds the queries where it is not the
+    first: of the tensors of the input under -1, -2, ..., of those of the output under 0, 1, ...
+    """
+    queries = next(iter(changes.values())).shape[0]
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if any(isinstance(leaf, nn.utils.rnn.PackedSequence) for leaf in (*args, *kwargs.values())):
+        raise ValueError("a recurrent layer with weights for each query takes padded sequences, not packed ones")
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
+    dims = [rows.get(-1 - [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)].index(place), 0) for place in places]
+    grouped = [_by_query(leaves[place], dim, queries) for place, dim in zip(places, dims, strict=True)]
+    found: list[Any] = []  # the output's structure, told by the run itself
+
+    def one(own: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:
+        filled = list(leaves)
+        for place, dim, t in zip(places, dims, inputs, strict=True):
+            filled[place] = t.movedim(0, dim)
+        own_args, own_kwargs = pytree.tree_unflatten(filled, spec)
+        placed = {place: own[name] for place, name in slots.items()}
+        out = reading(model, lambda module: functional_call(module, placed, own_args, own_kwargs, tie_weights=False))
+        flat, out_spec = pytree.tree_flatten(out)
+        found.append((flat, out_spec))
+        return [t for t in flat if isinstance(t, Tensor)]
+
+    with alone():  # functional_call swaps the module's weights while it runs
+        shared = dict(model.named_parameters())
+        slots = _slots(model, reading.path, changes)
+        own = {name: shared[name] + change for name, change in changes.items()}
+        results = _in_turn(one, own, *grouped) if loop else _at_once(model, one, own, *grouped)
+    flat, out_spec = found[-1]
+    outputs = iter(_back(t, rows.get(leaf, 0)) for leaf, t in enumerate(results))
+    return pytree.tree_unflatten([next(outputs) if isinstance(t, Tensor) else t for t in flat], out_spec)
+
+
+def _by_query(t: Tensor, dim: int, queries: int) -> Tensor:
+    """(..., queries * k, ...), the queries in dimension `dim`, -> (queries, k, ...)"""
+    t = t.movedim(dim, 0)
+    return t.unflatten(0, (queries, copies_per_query(t.shape[0], queries, "input of the model")))
+
+
+def _back(t: Tensor, dim: int) -> Tensor:
+    """(queries, ..., k, ...), the rows of a query in dimension `dim` of the rest, -> (..., queries * k, ...)"""
+    return t.movedim(dim + 1, 1).flatten(0, 1).movedim(0, dim) if t.ndim > 1 else t
+
+
+def _at_once(model: nn.Module, one: Callable[..., list[Tensor]], state: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:
+    with unrolled_layers(model):
+        try:
+            return vmap(one)(state, *inputs)
+        except RuntimeError as error:
+            if "vmap" not in str(error) and "atching rule" not in str(error):
+                raise
+            raise RuntimeError(
+                f"torch.func.vmap cannot run this model: {error}\nUse Weights(..., how='loop'), one query after another"
+            ) from error
+
+
+def _in_turn(one: Callable[..., list[Tensor]], state: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:
+    queries = inputs[0].shape[0]
+    outputs = [one({name: t[i] for name, t in state.items()}, *(t[i] for t in inputs)) for i in range(queries)]
+    return [torch.stack(parts) for parts in zip(*outputs, strict=True)]
+
+
+def _slots(model: nn.Module, path: str, chosen: Mapping[str, Any]) -> dict[str, str]:
+    """Where the chosen parameters go in the submodule at `path`: {place in the submodule: name in the model}.
+
+    A parameter that several modules share has several places; a module that stands in several places is named once, since
+    functional_call, left to find ties itself, would swap it twice and so never back.
+    """
+    names = {id(p): name for name, p in model.named_parameters() if name in chosen}
+    found: dict[str, str] = {}
+    for prefix, module in model.get_submodule(path).named_modules():
+        for local, p in module.named_parameters(recurse=False):
+            if id(p) in names:
+                found[f"{prefix}.{local}" if prefix else local] = names[id(p)]
+    return found

@@ -1,0 +1,312 @@
+"""Rules: how a layer answers when every query has weights of its own, without a copy of the weights for each.
+
+For a linear layer z = W h + b, the gradient of a query's loss with respect to W is g h^T, with g its gradient with respect to z, so
+
+    after s steps   W_x h' + b_x = W h' + b - lr * sum_s g_s (h_s . h' + 1)
+
+The shared product W h' is one for the whole batch, and a query owns s pairs of vectors (`LowRank`). A rule is called in place of its
+layer, `rule(use, forward, module, args, kwargs)`, and returns the corrected output; on the way it lets the taps, if there are
+any, note h and z, from which `Tap.gradient` makes the next factors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ._states import Entry, LowRank, State, as_tensor
+from ._trees import copies_per_query, repeat_rows
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One linear map of one forward pass, and what went into it: (queries, rows, in), or indices (queries, rows) into a table.
+
+    `first` is the first of its outputs among those of the weight (attention packs three projections into one weight).
+    """
+
+    weight: str | None  # names in the state; None if not adapted
+    bias: str | None
+    given: Tensor
+    shape: tuple[int, ...]  # the weight's own
+    first: int = 0
+    skip: int | None = None  # an index that has no gradient (padding)
+
+    @property
+    def is_table(self) -> bool:
+        return not self.given.is_floating_point()
+
+    @property
+    def outputs(self) -> int:
+        return self.shape[1] if self.is_table else self.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.shape[0] if self.is_table else math.prod(self.shape[1:])
+
+    @property
+    def groups(self) -> int:
+        return 1 if self.is_table else self.given.shape[-1] // self.inputs
+
+    def factors(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of the weight in outer products, (left, right), given that of the outputs, (queries, rows, out)."""
+        g = g if self.skip is None else g * (self.given != self.skip)[..., None]
+        return self._all_outputs(g), self.given
+
+    def matrices(self, g: Tensor) -> Tensor:
+        """The same as it is, (queries, out, in)."""
+        if self.groups > 1:
+            g, given = (t.unflatten(-1, (self.groups, -1)) for t in (g, self.given))
+            return torch.einsum("qpgo,qpgi->qgoi", g, given).flatten(1, 2)
+        return LowRank(((0, *self.factors(g)),)).dense()
+
+    def offsets(self, g: Tensor) -> Tensor:
+        """The gradient of the bias, (queries, out)."""
+        return self._all_outputs(g.sum(1))
+
+    def _all_outputs(self, g: Tensor) -> Tensor:
+        missing = self.outputs - g.shape[-1]
+        return F.pad(g, (self.first, missing - self.first)) if missing else g
+
+
+@dataclass
+class Taps:
+    """What a pass through the model lets hear of its linear maps: the taps, and their outputs, (queries, rows, out) each.
+
+    `probes` are zeros to be added to the outputs, for torch.func.grad, which differentiates by inputs only. `cloned` outputs are
+    safe from modules that work in place.
+    """
+
+    graph: bool
+    cloned: bool = False
+    probes: list[Tensor] | None = None
+    heard: list[Tap] = field(default_factory=list)
+    outs: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def listen(self, tap: Tap, out: Tensor) -> Tensor:
+        if self.probes is not None:
+            out = out + self.probes[len(self.heard)]
+        elif not torch.compiler.is_compiling():
+            out = out if out.requires_grad else out.detach().requires_grad_()
+            self.versions.append(out._version)
+        self.heard.append(tap if self.graph else replace(tap, given=tap.given.detach()))
+        self.outs.append(out)
+        return out.clone() if self.cloned else out
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether a module has changed an output in place, so that its gradient is not that of the linear map."""
+        return [out._version for out in self.outs] != self.versions
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module with adapted parameters: their names in the state, by their names in the module."""
+
+    names: dict[str, str]
+    rows: int  # the dimension of its input and output that holds the queries
+    queries: int
+    state: State
+    tapped: frozenset[str]  # the names whose gradients come from taps
+    taps: Taps | None
+
+    def entry(self, local: str) -> Entry | None:
+        return self.state[self.names[local]] if local in self.names else None
+
+    def by_query(self, t: Tensor) -> Tensor:
+        """(queries * k, ..., C), the queries in dimension `rows`, -> (queries, all other rows, C)"""
+        t = t.movedim(self.rows, 0)
+        copies_per_query(t.shape[0], self.queries, "input of a layer with adapted weights")
+        return t.reshape(self.queries, -1, t.shape[-1])
+
+    def back(self, t: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `by_query`, to the shape of `like`."""
+        return t.reshape(like.movedim(self.rows, 0).shape).movedim(0, self.rows)
+
+    def own(self, local: str, shared: Tensor) -> Tensor:
+        """Every query's copy of a (small) parameter, (queries, *its shape)."""
+        entry = self.entry(local)
+        return shared.expand(self.queries, *shared.shape) if entry is None else shared + as_tensor(entry)
+
+    def corrected(
+        self, out: Tensor, given: Tensor, shape: tuple[int, ...], prefix: str = "", first: int = 0, skip: int | None = None
+    ) -> Tensor:
+        """The shared output, (queries, rows, out), plus what the query's own weight and bias add to it."""
+        weight, bias = f"{prefix}weight", f"{prefix}bias"
+        change, offset = self.entry(weight), self.entry(bias)
+        if change is not None:
+            out = _add_product(out, given, change, first)
+        if offset is not None:
+            out = out + as_tensor(offset)[:, None, first : first + out.shape[-1]].to(out.dtype)
+        names = [self.names[n] if self.names.get(n) in self.tapped else None for n in (weight, bias)]
+        if self.taps is not None and any(names):
+            out = self.taps.listen(Tap(names[0], names[1], given, shape, first, skip), out)
+        return out
+
+
+How = Literal["outer products", "rows of a table", "small copies", "copies"]
+TAPPED = ("outer products", "rows of a table")
+Rule = Callable[[Use, Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _add_product(out: Tensor, given: Tensor, change: Entry, first: int) -> Tensor:
+    """out + given @ change^T for each query, with change (out, in) given as outer products or as it is."""
+    last = first + out.shape[-1]
+    if isinstance(change, LowRank):
+        if not change.rank:
+            return out
+        left, right = change.factors()  # (queries, rank, out), (queries, rank, in)
+        dots = given @ right.mT.to(given.dtype) if right.is_floating_point() else given[:, :, None] == right[:, None, :]
+        return torch.baddbmm(out, dots.to(out.dtype), left[..., first:last].to(out.dtype))  # sum_r left_r (right_r . h')
+    if not given.is_floating_point():  # a table that other layers share: (queries, rows of the table, out)
+        return out + torch.take_along_dim(change, given[..., None], 1)
+    change = change.flatten(2)[:, first:last].to(out.dtype)
+    groups = given.shape[-1] // change.shape[-1]
+    if groups == 1:
+        return torch.baddbmm(out, given.to(out.dtype), change.mT)
+    return out + torch.einsum("qpgi,qgoi->qpgo", given.unflatten(-1, (groups, -1)), change.unflatten(1, (groups, -1))).flatten(2)
+
+
+def linear(use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    (x,) = (*args, *kwargs.values())
+    out = forward(x)
+    return use.back(use.corrected(use.by_query(out), use.by_query(x), tuple(module.weight.shape)), out)
+
+
+def convolution(use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A convolution is a linear map of patches, (queries * k, positions, in * kernel)."""
+    (x,) = (*args, *kwargs.values())
+    out = forward(x)
+    copies = copies_per_query(x.shape[0], use.queries, "input of a convolution with adapted weights")
+    patches = _patches(module, x).mT.reshape(use.queries, copies * out[0, 0].numel(), -1)
+    flat = out.flatten(2).mT.reshape(use.queries, -1, out.shape[1])
+    new = use.corrected(flat, patches, tuple(module.weight.shape))
+    return new.reshape(out.shape[0], -1, out.shape[1]).mT.reshape(out.shape)
+
+
+def _patches(module: Any, x: Tensor) -> Tensor:
+    """(rows, in * kernel, positions)"""
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = F.pad(x, module._reversed_padding_repeated_twice, mode)
+    sizes = [module.kernel_size, module.dilation, module.stride]
+    if x.ndim == 3:  # a sequence is an image of height one
+        x, sizes = x.unsqueeze(2), [(1, *size) for size in sizes]
+    kernel, dilation, stride = sizes
+    return F.unfold(x, kernel, dilation=dilation, stride=stride)
+
+
+def embedding(use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A table is a linear map of one-hot vectors: its factors keep indices."""
+    (x,) = (*args, *kwargs.values())
+    out = forward(x)
+    index = use.by_query(x.unsqueeze(-1)).squeeze(-1)
+    new = use.corrected(use.by_query(out), index, tuple(module.weight.shape), skip=module.padding_idx)
+    return use.back(new, out)
+
+
+def normalisation(use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """An affine map per channel is small: every query has its own copy."""
+    (x,) = (*args, *kwargs.values())
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        if isinstance(module, nn.LayerNorm):
+            out = F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+        else:
+            out = F.rms_norm(x, module.normalized_shape, None, module.eps)
+        trailing = len(module.normalized_shape)
+    else:
+        if isinstance(module, nn.GroupNorm):
+            out = F.group_norm(x, module.num_groups, None, None, module.eps)
+        else:
+            out = F.batch_norm(x, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
+        trailing = 0
+    copies = copies_per_query(x.shape[use.rows], use.queries, "input of a normalisation layer with adapted weights")
+
+    def own(local: str, shared: Tensor) -> Tensor:
+        """(queries, *channels) -> a shape that fits the output"""
+        t = repeat_rows(use.own(local, shared), copies)
+        if not trailing:
+            return t.reshape(*t.shape, *[1] * (x.ndim - 2))
+        return t.reshape([t.shape[0] if d == use.rows else 1 for d in range(x.ndim - trailing)] + list(t.shape[1:]))
+
+    out = out * own("weight", module.weight)
+    bias = getattr(module, "bias", None)
+    return (out if bias is None else out + own("bias", bias)).to(x.dtype)
+
+
+def attention(
+    use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head attention in plain operations: its four projections are linear maps."""
+    given = inspect.signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs)
+    given.apply_defaults()
+    a = given.arguments
+    inputs = [a[name] if module.batch_first else a[name].transpose(0, 1) for name in ("query", "key", "value")]  # (rows, time, E)
+    size, heads = module.embed_dim, module.num_heads
+    use = replace(use, rows=0)
+
+    def project(x: Tensor, first: int, last: int) -> Tensor:
+        bias = None if module.in_proj_bias is None else module.in_proj_bias[first:last]
+        out = F.linear(x, module.in_proj_weight[first:last], bias)
+        shape = tuple(module.in_proj_weight.shape)
+        new = use.corrected(use.by_query(out), use.by_query(x), shape, prefix="in_proj_", first=first)
+        return use.back(new, out)
+
+    if a["query"] is a["key"] and a["key"] is a["value"]:
+        parts = project(inputs[0], 0, 3 * size).chunk(3, -1)
+    else:
+        parts = [project(x, i * size, (i + 1) * size) for i, x in enumerate(inputs)]
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in parts)  # (rows, heads, time, E / heads)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    for mask in _masks(a["attn_mask"], a["key_padding_mask"], heads):
+        scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    mixed = (weights @ v).transpose(1, 2).flatten(2)
+    out = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
+    shape = tuple(module.out_proj.weight.shape)
+    out = use.back(use.corrected(use.by_query(out), use.by_query(mixed), shape, prefix="out_proj."), out)
+    out = out if module.batch_first else out.transpose(0, 1)
+    if not a["need_weights"]:
+        return out, None
+    return out, weights.mean(1) if a["average_attn_weights"] else weights
+
+
+def _masks(attention: Tensor | None, padding: Tensor | None, heads: int) -> list[Tensor]:
+    """Masks that fit (rows, heads, time, time); true or -inf keeps a place from being looked at."""
+    masks = []
+    if attention is not None:
+        masks.append(attention.unflatten(0, (-1, heads)) if attention.ndim == 3 else attention)
+    if padding is not None:
+        masks.append(padding[:, None, None, :])
+    return masks
+
+
+def rule_for(module: nn.Module) -> tuple[How, Rule] | None:
+    """The rule of a layer, by the `forward` it really runs, and how it keeps the weights; None if it has none."""
+    kind = type(module)
+
+    def runs(*layers: type[nn.Module]) -> bool:
+        return any(isinstance(module, layer) and kind.forward is layer.forward for layer in layers)
+
+    if runs(nn.Linear):
+        return "outer products", linear
+    if runs(nn.Conv1d, nn.Conv2d):
+        return "outer products", convolution
+    if isinstance(module, nn.Embedding) and runs(nn.Embedding) and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
+        return "rows of a table", embedding
+    if runs(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        return "small copies", normalisation
+    if isinstance(module, nn.MultiheadAttention) and runs(nn.MultiheadAttention) and _plain_attention(module):
+        return "outer products", attention
+    return None
+
+
+def _plain_attention(module: nn.MultiheadAttention) -> bool:
+    return module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
