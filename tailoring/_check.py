@@ -96,7 +96,7 @@ def _check_tailoring(
         return [Problem(f"tailoring loss {name}", "gives the same query another value each time", _SEEDED)]
     if not same([start[0]], [start[2]]):
         return [Problem(f"tailoring loss {name}", "mixes the queries of a batch", "let every query's value depend on its own rows only")]
-    what = f"adaptation with {model.adapt!r} and {type(model.rule).__name__}"
+    what = f"adaptation with {model.adapt!r} and {model.rule!r}"
     remedy = "adapt per query (not Shared) with an optimiser that treats rows separately (no norm over the whole batch)"
     if not same(answers[0], answers[1]):
         return [Problem(what, "mixes the queries of a batch", remedy)]

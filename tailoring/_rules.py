@@ -83,6 +83,9 @@ class Descent:
             return rate[step] if rate.ndim else rate
         return rate[step] if isinstance(rate, Sequence) else rate
 
+    def __repr__(self) -> str:
+        return f"Descent(lr={self.lr}, momentum={self.momentum}, clip={self.clip}, proximal={self.proximal})"
+
     def check_steps(self, steps: int) -> None:
         for rate in self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]:
             count = len(rate) if isinstance(rate, Sequence) or (isinstance(rate, Tensor) and rate.ndim) else steps
@@ -123,6 +126,9 @@ class Functional:
         options = {"params": moved, "inplace": False}  # torchopt works in place unless told otherwise
         return self.optimizer.update(grads, memory, **{k: v for k, v in options.items() if k in self.accepts})
 
+    def __repr__(self) -> str:
+        return f"Functional({type(self.optimizer).__name__})"
+
 
 class LBFGS:
     """Limited-memory BFGS with a line search of each query's own (Nocedal and Wright, Algorithm 7.5), at prediction time.
@@ -141,6 +147,9 @@ class LBFGS:
         if not (first_step > 0 and history > 0 and 0 < armijo < 1):
             raise ValueError(f"LBFGS needs first_step > 0, history > 0 and 0 < armijo < 1, not {first_step}, {history}, {armijo}")
         self.first_step, self.history, self.armijo = first_step, history, armijo
+
+    def __repr__(self) -> str:
+        return f"LBFGS(first_step={self.first_step}, history={self.history}, armijo={self.armijo})"
 
     def init(self, moved: State) -> dict[str, Tensor]:
         point = _flat(moved)  # (queries, numbers)

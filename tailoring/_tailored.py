@@ -81,7 +81,7 @@ class Tailored(OwnNames):
         if isinstance(self.rule, Descent):
             self.rule.check_steps(steps)
         if not self.rule.differentiable and backprop != "none":
-            raise ValueError(f"{type(optimizer).__name__} cannot be differentiated; use it with backprop='none'")
+            raise ValueError(f"{self.rule!r} cannot be differentiated; use it with backprop='none'")
         self.backprop: Backprop = backprop
         self.steps, self.stop, self.chunk = steps, stop, chunk
         self.keep: Keep = "best" if self.rule.searches else keep
@@ -153,9 +153,11 @@ class Tailored(OwnNames):
         """The same model and loss with other settings, e.g. `model.replace(steps=10)`. Weights and learned parts are shared."""
         settings: dict[str, Any] = {name: getattr(self, name) for name in ("adapt", "steps", "backprop", "keep", "stop", "chunk")}
         descent = {"lr", "momentum", "clip", "proximal"}
-        if isinstance(self.rule, Descent):
+        if isinstance(self.rule, Descent) and "optimizer" not in changes:
             settings |= {name: getattr(self.rule, name) for name in descent}
-        elif not changes.keys() & descent:
+        elif not isinstance(self.rule, Descent) and "optimizer" not in changes:
+            if changes.keys() & descent:
+                raise ValueError(f"{sorted(changes.keys() & descent)[0]} belongs to gradient descent; this model uses {self.rule!r}")
             settings["optimizer"] = self.rule if isinstance(self.rule, LBFGS) else self.rule.optimizer
         other = Tailored(self.net, self.loss, **(settings | changes))
         if other.adapt is self.adapt:
@@ -163,7 +165,7 @@ class Tailored(OwnNames):
         return other
 
     def extra_repr(self) -> str:
-        return f"adapt={self.adapt!r}, steps={self.steps}, rule={type(self.rule).__name__}, backprop={self.backprop!r}, keep={self.keep!r}"
+        return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._sites.clear()  # the state's dtype follows the model's

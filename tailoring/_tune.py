@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._rules import Descent
 from ._tailored import Tailored
 from ._trees import count_rows
 
@@ -19,9 +20,9 @@ _DEFAULT = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1e0)
 class Tuned:
     """The outcome of `tune`: the mean task loss (and tailoring loss) for every step size after 0, 1, ... steps."""
 
-    lr: float
+    lr: float | None  # None where the optimiser has none to choose
     steps: int
-    lrs: tuple[float, ...]
+    lrs: tuple[float | None, ...]
     task: Tensor  # (step sizes, steps + 1)
     tailoring: Tensor  # (step sizes, steps + 1)
     model: Tailored  # the same model with the chosen lr and steps
@@ -39,7 +40,7 @@ class Tuned:
         ]
         for lr, task, tailoring in zip(self.lrs, self.task, self.tailoring, strict=True):
             cells = [f"{t:.4g} ({u:.3g}){'*' if t == best else ' '}" for t, u in zip(task.tolist(), tailoring.tolist(), strict=True)]
-            lines.append(f"{lr:<11g}" + "".join(f"{cell:>21}" for cell in cells))
+            lines.append((f"{'-':<11}" if lr is None else f"{lr:<11g}") + "".join(f"{cell:>21}" for cell in cells))
         verdict = (
             f"best: lr={self.lr:g}, steps={self.steps}, {100 * self.gain:.1f} % below 0 steps"
             if self.steps
@@ -59,29 +60,36 @@ def tune(
     """Try every step size for 0 to `steps` steps on the labelled `data`, batches (x, y), and keep the best.
 
     0 steps are always among the candidates, so the outcome is never worse than the plain model on these data. `task_loss` is a
-    mean over its batch; a setting whose loss is not finite anywhere loses.
+    mean over its batch; a setting whose loss is not finite anywhere loses. With another optimiser than gradient descent only the number of
+    steps is chosen.
     """
     if steps < 1 or not lrs:
         raise ValueError(f"tune needs at least one step and one step size, not {steps} and {list(lrs)}")
     batches = [(x, y) for x, y in data]
     if not batches:
         raise ValueError("tune needs data: no batch was given")
-    sizes = torch.tensor([count_rows(x) for x, _ in batches], dtype=torch.float64)
-    task, tailoring = (
-        torch.stack(curves)
-        for curves in zip(*(_curves(model.replace(lr=lr, steps=steps), batches, task_loss, sizes) for lr in lrs), strict=True)
-    )
+    rates: tuple[float | None, ...] = tuple(lrs) if isinstance(model.rule, Descent) else (None,)
+    curves = [_curves(_with(model, rate, steps), batches, task_loss) for rate in rates]
+    task, tailoring = (torch.stack(parts) for parts in zip(*curves, strict=True))
     task = torch.where(task.isfinite(), task, torch.inf)
     row, column = divmod(int(task.argmin()), task.shape[1])
-    chosen = lrs[row if column else 0], column
-    return Tuned(*chosen, tuple(lrs), task, tailoring, model.replace(lr=chosen[0], steps=chosen[1]))
+    rate = rates[row if column else 0]
+    return Tuned(rate, column, rates, task, tailoring, _with(model, rate, column))
+
+
+def _with(model: Tailored, rate: float | None, steps: int) -> Tailored:
+    return model.replace(steps=steps) if rate is None else model.replace(lr=rate, steps=steps)
 
 
 @torch.no_grad()
-def _curves(
-    model: Tailored, batches: list[tuple[Any, Any]], task_loss: Callable[[Any, Any], Tensor], sizes: Tensor
-) -> tuple[Tensor, Tensor]:
+def _curves(model: Tailored, batches: list[tuple[Any, Any]], task_loss: Callable[[Any, Any], Tensor]) -> tuple[Tensor, Tensor]:
     """The mean task loss and tailoring loss after 0, 1, ... steps, (steps + 1,) each."""
-    task = torch.tensor([[float(task_loss(y_hat, y)) for y_hat in model.path(x)] for x, y in batches], dtype=torch.float64)
+    sizes = torch.tensor([count_rows(x) for x, _ in batches], dtype=torch.float64)
+    task = torch.tensor([[float(task_loss(y_hat, y)) for y_hat in _answers(model, x)] for x, y in batches], dtype=torch.float64)
     tailoring = torch.stack([model.trace(x).losses.double().mean(1).cpu() for x, _ in batches])
     return (sizes @ task) / sizes.sum(), (sizes @ tailoring) / sizes.sum()
+
+
+def _answers(model: Tailored, x: Any) -> Iterator[Any]:
+    """The answers with 0, 1, ... steps: those along the path, unless the best of it is kept."""
+    return model.path(x) if model.keep == "last" else (model.replace(steps=steps)(x) for steps in range(model.steps + 1))

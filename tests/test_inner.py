@@ -293,7 +293,9 @@ def test_settings_can_be_replaced():
     assert (other.steps, other.rule.lr, other.rule.momentum, other.keep) == (7, 1e-1, 0.5, "best")
     assert other.net is tailored.net
     assert isinstance(tailored.replace(optimizer=LBFGS()).replace(steps=2).rule, LBFGS)
-    assert isinstance(tailored.replace(optimizer=LBFGS()).replace(lr=0.1).rule, Descent)
+    with pytest.raises(ValueError, match="lr belongs to gradient descent"):
+        tailored.replace(optimizer=LBFGS()).replace(lr=0.1)
+    assert isinstance(tailored.replace(optimizer=LBFGS()).replace(optimizer=Descent(0.1)).rule, Descent)
 
 
 def test_weights_of_a_part_leave_the_rest_alone():

@@ -8,8 +8,8 @@ from nets import ADAPTERS, MODES, SequenceFirst, drift, energy, mlp, queries, su
 from torch import nn
 from torch.nn import functional as F
 
-from tailoring import CN, OuterLoss, Support, Tailored, Weights, check, losses, outer_losses, task_losses, tune
-from tailoring.baselines import Shared
+from tailoring import CN, LBFGS, OuterLoss, Support, Tailored, Weights, check, losses, outer_losses, task_losses, tune
+from tailoring.baselines import Output, Shared
 
 
 def tailored(**options) -> Tailored:
@@ -138,6 +138,18 @@ def test_tune_finds_the_best_setting_and_never_a_worse_one_than_none():
     assert useless.steps == 0
     assert "does not help" in str(useless)
     torch.testing.assert_close(useless.model(x), mlp()(x))
+
+
+def test_tune_leaves_other_optimisers_their_steps():
+    x = queries(20)
+    y = F.normalize(mlp()(x).detach(), dim=1) * x.norm(dim=1, keepdim=True)
+    model = tailored(adapt=Output(), optimizer=LBFGS())
+    tuned = tune(model, [(x, y)], F.mse_loss, steps=6)
+    assert isinstance(tuned.model.rule, LBFGS)
+    assert tuned.lr is None
+    assert tuned.task.shape == (1, 7)
+    torch.testing.assert_close(tuned.task.min().item(), F.mse_loss(tuned.model(x), y).item(), rtol=1e-6, atol=1e-9)
+    assert "best: steps=" in str(tuned)
 
 
 def test_tune_says_what_it_needs():
