@@ -65,8 +65,8 @@ def plain_kernels(model: nn.Module, *, graph: bool) -> Iterator[None]:
             stack.enter_context(unrolled_layers(model))
             for module in model.modules():
                 if isinstance(module, nn.TransformerEncoderLayer):
-                    stack.callback(module.__dict__.__setitem__, "activation_relu_or_gelu", module.activation_relu_or_gelu)
-                    module.__dict__["activation_relu_or_gelu"] = 0  # what its fast path asks for
+                    stack.callback(setattr, module, "activation_relu_or_gelu", module.activation_relu_or_gelu)
+                    module.activation_relu_or_gelu = 0  # what its fast path asks for
             yield
         return
     switches = [_FAST_MODULES]

@@ -1,30 +1,49 @@
-"""Recurrent layers in plain operations: `torch.func.vmap` has no rule for PyTorch's fused ones, and dynamo does not trace them."""
+"""Replacing what a module computes; recurrent layers in plain operations, which vmap has rules for and dynamo traces."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
+
+
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Any]:
+    """Shadow the module's `forward` on the instance; what is returned takes that back."""
+    if torch.compiler.is_compiling() and _NO_DELETING:
+        before = module.forward
+        module.forward = forward
+        return functools.partial(setattr, module, "forward", before)
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    if own is None or own == type(module).forward.__get__(module):
+        return functools.partial(module.__dict__.pop, "forward", None)
+    return functools.partial(module.__dict__.__setitem__, "forward", own)
+
+
+# Dynamo cannot trace the deletion of an attribute before 2.13, so there a compiled call leaves the module's own `forward` on the
+# instance, where it changes nothing; the next eager call takes it away.
+_NO_DELETING = TorchVersion(torch.__version__) < "2.13"
 
 
 @contextmanager
 def unrolled_layers(model: nn.Module) -> Iterator[None]:
     """Within the block, the model's RNN, GRU and LSTM layers compute step by step."""
-    layers = [m for m in model.modules() if isinstance(m, nn.RNNBase) and "forward" not in vars(m)]
-    try:
-        for layer in layers:
-            layer.__dict__["forward"] = _Unrolled(layer)
+    with ExitStack() as stack:
+        for layer in model.modules():
+            if isinstance(layer, nn.RNNBase):
+                stack.callback(replaced_forward(layer, Unrolled(layer)))
         yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
 
 
-class _Unrolled:
+class Unrolled:
+    """The `forward` of a recurrent layer, step by step."""
+
     def __init__(self, layer: nn.RNNBase):
         self.layer = layer
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._kernels import plain_kernels
+from ._recurrent import replaced_forward
 from ._trees import Call, first_tensor, map_tensors, model_call, tensors
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
@@ -49,17 +50,12 @@ def intercepted(model: nn.Module, arounds: Mapping[str, Around]) -> Iterator[Non
 
 
 def _shadow_forward(module: nn.Module, around: Around) -> Callable[[], Any]:
-    before = module.__dict__.get("forward")
-    forward = before or type(module).forward.__get__(module)
-    owner = _this_thread()
+    forward, owner = module.forward, _this_thread()
 
     def shadow(*args: Any, **kwargs: Any) -> Any:
         return around(forward, module, args, kwargs) if _this_thread() == owner else forward(*args, **kwargs)
 
-    module.__dict__["forward"] = shadow
-    if before is None:
-        return functools.partial(module.__dict__.pop, "forward", None)
-    return functools.partial(module.__dict__.__setitem__, "forward", before)
+    return replaced_forward(module, shadow)
 
 
 def _this_thread() -> int:

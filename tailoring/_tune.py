@@ -41,11 +41,9 @@ class Tuned:
         for lr, task, tailoring in zip(self.lrs, self.task, self.tailoring, strict=True):
             cells = [f"{t:.4g} ({u:.3g}){'*' if t == best else ' '}" for t, u in zip(task.tolist(), tailoring.tolist(), strict=True)]
             lines.append((f"{'-':<11}" if lr is None else f"{lr:<11g}") + "".join(f"{cell:>21}" for cell in cells))
-        verdict = (
-            f"best: lr={self.lr:g}, steps={self.steps}, {100 * self.gain:.1f} % below 0 steps"
-            if self.steps
-            else "best: 0 steps, tailoring does not help here"
-        )
+        chosen = f"steps={self.steps}" if self.lr is None else f"lr={self.lr:g}, steps={self.steps}"
+        helps = f"best: {chosen}, {100 * self.gain:.1f} % below 0 steps"
+        verdict = helps if self.steps else "best: 0 steps, tailoring does not help here"
         return "\n".join([*lines, verdict])
 
 

@@ -15,6 +15,7 @@ from ._adapt import Adapter, Evaluate, Site, by_module
 from ._copies import call_with_copies
 from ._inner import differentiate, gradients
 from ._layers import TAPPED, How, Tap, Taps, Use, rule_for
+from ._recurrent import Unrolled
 from ._sites import Around, At, Reading, Seen, check_at, describe, intercepted, matching, watch
 from ._states import Entry, LowRank, State, as_tensor
 
@@ -154,13 +155,17 @@ def _around(sites: list[Site], state: State, taps: Taps | None) -> Around:
         assert found is not None
         return found[1](Use(names, rows, states.rows_of(state), state, tapped, taps), forward, module, args, kwargs)
 
+    inside = [False]
+
     def by_copies(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        shadow = module.__dict__.pop("forward")  # functional_call must meet the module itself
+        if inside[0]:  # called by functional_call, with a query's own weights
+            return (Unrolled(module) if isinstance(module, nn.RNNBase) else forward)(*args, **kwargs)
+        inside[0] = True
         try:
             changes = {local: as_tensor(state[key]) for local, key in names.items()}
             return call_with_copies(module, Reading(), changes, args, kwargs, rows=dict(sites[0].all_rows))
         finally:
-            module.__dict__["forward"] = shadow
+            inside[0] = False
 
     return by_copies if sites[0].call else by_rule
 
