@@ -24,3 +24,27 @@ from ._tune import tune as tune
 from ._weights import Weights as Weights
 
 __version__ = "0.1.0"
+
+# All but `nn` and `random`, so that `from tailoring import *` does not hide the user's own.
+__all__ = [
+    "CN",
+    "LBFGS",
+    "Adapter",
+    "Descent",
+    "Inputs",
+    "OuterLoss",
+    "Report",
+    "Shift",
+    "Site",
+    "Support",
+    "Tailored",
+    "Trace",
+    "Tuned",
+    "Weights",
+    "baselines",
+    "check",
+    "losses",
+    "outer_losses",
+    "task_losses",
+    "tune",
+]

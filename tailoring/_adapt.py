@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ._bound import Bound
 from ._inner import differentiate
-from ._sites import Around, At, Reading, Seen, check_at, describe, intercepted, matching, watch
+from ._sites import Around, At, Reading, Seen, check_at, describe, intercepted, matching, refuse_disorder, watch
 from ._states import State, as_tensor
 from ._trees import copies_per_query, repeat_rows
 
@@ -43,13 +43,14 @@ class Site:
     module: str
     call: int  # which of the module's calls in one forward pass
     leaf: int  # which tensor of the module's output
-    rows: int  # the dimension of that tensor that holds the queries
+    rows: int | None  # the dimension of that tensor that holds the queries; None of a layer that all queries share the input of
     channels: int  # the dimension that holds the channels
     shape: tuple[int, ...]  # what one query owns
     dtype: torch.dtype
     how: str = ""  # of a parameter: the rule by which every query has its own
     local: str = ""  # of a parameter: its name in the module
-    all_rows: tuple[tuple[int, int], ...] = ()  # of a parameter: `rows` for every tensor of the module's input (-1, -2, ...) and output
+    all_rows: tuple[tuple[int, int | None], ...] = ()  # of a parameter: `rows` of all the module's inputs (-1, -2, ...) and outputs
+    calls: int = 1  # how often the module runs in one forward pass
 
 
 Evaluate = Callable[..., Tensor]  # evaluate(state, taps=None) -> losses, (rows,); `taps` reaches `Adapter.call`
@@ -65,6 +66,7 @@ class Adapter:
 
     learned_start = False
     plain_kernels = False  # cannot do with fused kernels even at first order
+    outer_products = False  # its states are not all tensors
 
     def rows(self, queries: int) -> int:
         """How many rows a state has for so many queries."""
@@ -124,6 +126,7 @@ class CN(Adapter):
         seen = [s for s in watch(model, x) if s.leaf >= 0]
         ran = {s.name for s in seen}
         chosen = matching(self.at, modules) & ran if self.at else _default_names(seen, modules)
+        refuse_disorder(s for s in seen if s.name in chosen)
         sites = [
             _site(s, seen, modules, channels=self.channels)
             for s in seen
@@ -132,8 +135,8 @@ class CN(Adapter):
         if not self.at:
             sites = [site for site in sites if site is not None]
         if not sites:
-            asked = f"chosen by {self!r} runs" if self.at else "is a normalisation layer or an activation"
-            raise ValueError(f"no module that {asked} in this forward pass; name the modules to adapt, the model has: {describe(modules)}")
+            asked = f"chosen by {self!r}" if self.at else "that is a normalisation layer or a hidden activation"
+            raise ValueError(f"no module {asked} runs in this forward pass; name the modules to adapt, the model has: {describe(modules)}")
         for s in sites:
             if s is None:
                 raise ValueError(f"{self!r} chooses a module whose output has no row per query; the model has: {describe(modules)}")
@@ -148,6 +151,7 @@ class CN(Adapter):
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
         gamma, beta = as_tensor(state[f"{site.key}.gamma"]), as_tensor(state[f"{site.key}.beta"])
+        assert site.rows is not None
         rows = out.shape[site.rows]
         copies = copies_per_query(rows, gamma.shape[0], f"output of {site.module!r}")
         shape = [1] * out.ndim
@@ -171,16 +175,19 @@ class Shift(Adapter):
         if len(chosen) > 1:
             raise ValueError(f"Shift moves the output of one module, but {self.at[0]!r} chooses {sorted(chosen)}")
         seen = [s for s in watch(model, x) if s.name in chosen and s.leaf >= 0]
+        refuse_disorder(seen)
         found = [s for s in seen if s.floating and s.rows is not None]
         if not found:
             raise ValueError(f"{self!r}: the module has no floating-point output with a row per query in this forward pass")
         single = len(found) == 1
-        return tuple(_owned(s, s.name if single else f"{s.name}:{i}") for i, s in enumerate(found))
+        calls = 1 + max(s.call for s in seen)
+        return tuple(replace(_owned(s, s.name if single else f"{s.name}:{i}"), calls=calls) for i, s in enumerate(found))
 
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         return {f"{s.key}.shift": torch.zeros(queries, *s.shape, dtype=s.dtype, device=device) for s in sites}
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
+        assert site.rows is not None
         shift = as_tensor(state[f"{site.key}.shift"])
         copies = copies_per_query(out.shape[site.rows], shift.shape[0], f"output of {site.module!r}")
         return (out + repeat_rows(shift, copies).movedim(0, site.rows)).to(out.dtype)
@@ -195,8 +202,7 @@ def by_module(sites: Iterable[Site]) -> dict[str, list[Site]]:
 
 def _edit_outputs(name: str, sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor]) -> Around:
     """Edits the outputs of one module: its n-th call is answered by its n-th sites."""
-    calls = 1 + max(site.call for site in sites)
-    count = [0]
+    calls, count = sites[0].calls, [0]
 
     def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
@@ -253,7 +259,7 @@ def _site(s: Seen, seen: list[Seen], modules: dict[str, nn.Module], channels: in
         raise ValueError(f"dimension {dim} of the output of {s.name!r} holds the queries and cannot hold the channels too")
     calls = 1 + max(other.call for other in seen if other.name == s.name)
     key = s.name if calls == 1 else f"{s.name}:{s.call}"
-    return Site(key, s.name, s.call, s.leaf, s.rows, dim, (s.shape[dim],), _state_dtype(s))
+    return Site(key, s.name, s.call, s.leaf, s.rows, dim, (s.shape[dim],), _state_dtype(s), calls=calls)
 
 
 def _channel_dimension(s: Seen, seen: list[Seen], modules: dict[str, nn.Module]) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -14,9 +15,9 @@ from .random import fold, seeds_of
 class Bound:
     """Called like the model, it answers as adapted by the state. On `queries * k` rows each query's state serves k rows.
 
-    Submodules are reached as attributes (`model.encoder(x)`) and run with the same state. `output_of("layer3", x)` and
-    `input_of("fc", x)` give what passes through a submodule while the model answers `x`. `seeds` (queries,) are the queries' own
-    seeds for noise (`tailoring.random`), anew at each inner step if the loss asks for `fresh_seeds`.
+    Submodules and methods are reached as ever (`model.encoder(x)`, `model.blocks[0](x)`) and run with the same state.
+    `output_of("layer3", x)` and `input_of("fc", x)` give what passes through a submodule while the model answers `x`. `seeds` (queries,)
+    are the queries' own seeds for noise (`tailoring.random`), anew at each inner step if the loss asks for `fresh_seeds`.
     """
 
     def __init__(
@@ -58,6 +59,18 @@ class Bound:
             raise AttributeError(name)
         value = getattr(self._module, name)
         if isinstance(value, nn.Module):
-            path = f"{self._path}.{name}" if self._path else name
-            return Bound(value, self._run, self._query, self._seeds, self._step, path)
+            return self._below(name, value)
+        if inspect.ismethod(value) and value.__self__ is self._module:  # a method of the model runs with the state, too
+            return lambda *args, **kwargs: self._run(Reading(self._path, method=name), args, kwargs)
         return value
+
+    def __getitem__(self, index: Any) -> Any:
+        """An entry of a Sequential, ModuleList or ModuleDict."""
+        value = cast(Any, self._module)[index]
+        return self._below(next(name for name, child in self._module.named_children() if child is value), value)
+
+    def __len__(self) -> int:
+        return len(cast(Any, self._module))
+
+    def _below(self, name: str, module: nn.Module) -> Bound:
+        return Bound(module, self._run, self._query, self._seeds, self._step, f"{self._path}.{name}" if self._path else name)

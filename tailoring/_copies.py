@@ -24,29 +24,38 @@ def call_with_copies(
     kwargs: Any,
     *,
     loop: bool = False,
-    rows: Mapping[int, int] = MappingProxyType({}),
+    rows: Mapping[int, int | None] = MappingProxyType({}),
+    forward: Callable[..., Any] | None = None,
 ) -> Any:
     """A reading of the model, each query's weights being the shared ones plus its `changes`, (queries, *shape), by name.
 
     All queries at once under `torch.func.vmap`, or one after another. `rows` tells the dimension that holds the queries where it is not the
-    first: of the tensors of the input under -1, -2, ..., of those of the output under 0, 1, ...
+    first: of the tensors of the input under -1, -2, ..., of those of the output under 0, 1, ...; None: all queries share the tensor. With
+    `forward` that is run, in place of the module's call with its hooks.
     """
+    if reading.method != "__call__":
+        raise ValueError(f"the loss calls the method {reading.method!r}, which cannot run with copies of the weights: make it a submodule")
     queries = next(iter(changes.values())).shape[0]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if any(isinstance(leaf, nn.utils.rnn.PackedSequence) for leaf in (*args, *kwargs.values())):
         raise ValueError("a recurrent layer with weights for each query takes padded sequences, not packed ones")
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
-    dims = [rows.get(-1 - [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)].index(place), 0) for place in places]
-    grouped = [_by_query(leaves[place], dim, queries) for place, dim in zip(places, dims, strict=True)]
+    numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    dims = {place: rows.get(-1 - i, 0) for i, place in enumerate(numbers) if leaves[place].ndim}
+    places = [place for place, dim in dims.items() if dim is not None]
+    grouped = [_by_query(leaves[place], dims[place] or 0, queries) for place in places]
     found: list[Any] = []  # the output's structure, told by the run itself
 
     def one(own: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:
         filled = list(leaves)
-        for place, dim, t in zip(places, dims, inputs, strict=True):
-            filled[place] = t.movedim(0, dim)
+        for place, t in zip(places, inputs, strict=True):
+            filled[place] = t.movedim(0, dims[place] or 0)
         own_args, own_kwargs = pytree.tree_unflatten(filled, spec)
         placed = {place: own[name] for place, name in slots.items()}
-        out = reading(model, lambda module: functional_call(module, placed, own_args, own_kwargs, tie_weights=False))
+        if forward is None:
+            out = reading(model, lambda module: functional_call(module, placed, own_args, own_kwargs, tie_weights=False))
+        else:
+            bare = _Bare(model, forward)
+            out = functional_call(bare, {f"model.{place}": t for place, t in placed.items()}, own_args, own_kwargs, tie_weights=False)
         flat, out_spec = pytree.tree_flatten(out)
         found.append((flat, out_spec))
         return [t for t in flat if isinstance(t, Tensor)]
@@ -57,8 +66,19 @@ def call_with_copies(
         own = {name: shared[name] + change for name, change in changes.items()}
         results = _in_turn(one, own, *grouped) if loop else _at_once(model, one, own, *grouped)
     flat, out_spec = found[-1]
-    outputs = iter(_back(t, rows.get(leaf, 0)) for leaf, t in enumerate(results))
+    outputs = iter(_back(t, rows.get(leaf, 0) or 0) for leaf, t in enumerate(results))
     return pytree.tree_unflatten([next(outputs) if isinstance(t, Tensor) else t for t in flat], out_spec)
+
+
+class _Bare(nn.Module):
+    """A module's `forward` without its hooks, which belong to the call that is under way already."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]):
+        super().__init__()
+        self.model, self.run = model, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
 
 
 def _by_query(t: Tensor, dim: int, queries: int) -> Tensor:

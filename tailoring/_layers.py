@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from ._states import Entry, LowRank, State, as_tensor
 from ._trees import copies_per_query, repeat_rows
@@ -90,16 +91,22 @@ class Taps:
     heard: list[Tap] = field(default_factory=list)
     outs: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    differentiated: bool = False  # the model or the loss takes derivatives through a linear map
 
     def listen(self, tap: Tap, out: Tensor) -> Tensor:
         if self.probes is not None:
             out = out + self.probes[len(self.heard)]
         elif not torch.compiler.is_compiling():
             out = out if out.requires_grad else out.detach().requires_grad_()
+            out.register_hook(self._notice)
             self.versions.append(out._version)
         self.heard.append(tap if self.graph else replace(tap, given=tap.given.detach()))
         self.outs.append(out)
-        return out.clone() if self.cloned else out
+        return out.clone() if self.cloned or out.is_leaf else out
+
+    def _notice(self, _gradient: Tensor) -> None:
+        """Runs when a gradient passes; with gradients enabled, one that is to be differentiated again."""
+        self.differentiated = self.differentiated or torch.is_grad_enabled()
 
     @property
     def disturbed(self) -> bool:
@@ -112,7 +119,7 @@ class Use:
     """A module with adapted parameters: their names in the state, by their names in the module."""
 
     names: dict[str, str]
-    rows: int  # the dimension of its input and output that holds the queries
+    rows: int  # the dimension of its inputs and outputs that holds the queries
     queries: int
     state: State
     tapped: frozenset[str]  # the names whose gradients come from taps
@@ -288,16 +295,21 @@ def _masks(attention: Tensor | None, padding: Tensor | None, heads: int) -> list
     return masks
 
 
+KNOWN = {"weight", "bias", "in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}  # what the rules know of
+
+
 def rule_for(module: nn.Module) -> tuple[How, Rule] | None:
-    """The rule of a layer, by the `forward` it really runs, and how it keeps the weights; None if it has none."""
+    """The rule of a layer, by what it really runs, and how it keeps the weights; None if it has none."""
     kind = type(module)
 
     def runs(*layers: type[nn.Module]) -> bool:
         return any(isinstance(module, layer) and kind.forward is layer.forward for layer in layers)
 
+    if is_parametrized(module) or not {name for name, _ in module.named_parameters()} <= KNOWN:
+        return None
     if runs(nn.Linear):
         return "outer products", linear
-    if runs(nn.Conv1d, nn.Conv2d):
+    if runs(nn.Conv1d, nn.Conv2d) and getattr(kind, "_conv_forward", None) in (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward):
         return "outer products", convolution
     if isinstance(module, nn.Embedding) and runs(nn.Embedding) and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
         return "rows of a table", embedding

@@ -47,8 +47,8 @@ class Unrolled:
     def __init__(self, layer: nn.RNNBase):
         self.layer = layer
 
-    def __call__(self, x: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
-        layer = self.layer
+    def __call__(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+        layer, x = self.layer, input
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise ValueError(
                 f"tailoring the weights of {type(layer).__name__} takes a batch of padded sequences, (queries, time, features)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -69,10 +69,13 @@ class Reading:
     path: str = ""
     below: str | None = None
     side: Literal["input", "output"] = "output"
+    method: str = "__call__"  # of the submodule at `path`
 
-    def __call__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> Any:
-        """`run(module)` calls the module; this says which one, and listens while it runs."""
+    def __call__(self, model: nn.Module, run: Callable[..., Any]) -> Any:
+        """`run(what)` calls the module (or its method); this says which one, and listens while it runs."""
         base = model.get_submodule(self.path)
+        if self.method != "__call__":
+            return run(getattr(base, self.method))
         if self.below is None:
             return run(base)
         caught: list[Tensor] = []
@@ -104,26 +107,48 @@ class Seen:
     floating: bool
     dtype: torch.dtype
     is_answer: bool  # the model returned this very tensor
+    in_order: bool  # the rows of each query follow each other
 
 
 def watch(model: nn.Module, x: Any) -> list[Seen]:
-    """Every module's inputs and outputs in the order in which the outputs arrive, from two trial passes with two and with three queries.
+    """Every module's inputs and outputs in the order in which the outputs arrive, from three small trial passes.
 
-    The trial batches repeat the first query: the dimension that holds the queries is the one that grows from two to three.
+    Two copies of the first query, then three: the dimension that holds the queries is the one that grows. Then two different
+    queries: where there are several rows per query, those of the first must stay as they were, and stand first.
     """
     with torch.no_grad(), plain_kernels(model, graph=False):
-        two, three = (_watch_once(model, model_call(_repeat_first(x, n))) for n in (2, 3))
-    if [key for key, *_ in two] != [key for key, *_ in three]:
-        raise ValueError(
-            "the model calls its modules differently for batches of two and of three equal queries: its queries are not independent"
-        )
-    return [
-        Seen(*key, _row_dimension(a.shape, b.shape), tuple(a.shape), a.is_floating_point(), a.dtype, is_answer)
-        for (key, a, is_answer), (_, b, _) in zip(two, three, strict=True)
-    ]
+        two, three, other = (_watch_once(model, model_call(trial)) for trial in (_first(x, 2), _first(x, 3), first_and_another(x)))
+    if [key for key, *_ in two] != [key for key, *_ in three] or len(two) != len(other):
+        raise ValueError("the model calls its modules differently for batches of two and of three queries: its queries are not independent")
+    seen = []
+    for (key, a, is_answer), (_, b, _), (_, c, _) in zip(two, three, other, strict=True):
+        rows = _row_dimension(a.shape, b.shape)
+        seen.append(Seen(*key, rows, tuple(a.shape), a.is_floating_point(), a.dtype, is_answer, rows is None or _in_order(a, c, rows)))
+    return seen
 
 
-def _repeat_first(x: Any, times: int) -> Any:
+def _in_order(same: Tensor, other: Tensor, rows: int) -> bool:
+    """Whether, with another second query, only the second half of the rows changes."""
+    if same.shape != other.shape or same.shape[rows] == 2:
+        return True
+    half = same.shape[rows] // 2
+    a, b = (t.narrow(rows, 0, half).to(torch.complex128 if t.is_complex() else torch.float64) for t in (same, other))
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def first_and_another(x: Any) -> Any:
+    """Two queries: the first of `x`, and the same with other numbers."""
+
+    def another(t: Tensor) -> Tensor:
+        first = t[:1]
+        if t.is_floating_point() or t.is_complex():
+            return torch.cat([first, 1.5 * first + 0.1])
+        return torch.cat([first, first.flip(-1) if t.ndim > 1 else t[-1:]])
+
+    return map_tensors(lambda t: another(t) if t.ndim else t, x)
+
+
+def _first(x: Any, times: int) -> Any:
     return map_tensors(lambda t: t[:1].expand(times, *t.shape[1:]).contiguous() if t.ndim else t, x)
 
 
@@ -150,6 +175,16 @@ def _row_dimension(two: torch.Size, three: torch.Size) -> int | None:
         return None
     grown = [d for d, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
     return grown[0] if len(grown) == 1 and two[grown[0]] * 3 == three[grown[0]] * 2 else None
+
+
+def refuse_disorder(seen: Iterable[Seen]) -> None:
+    """Raise if rows of one query do not follow each other at a place that is to be adapted."""
+    for s in seen:
+        if not s.in_order:
+            raise ValueError(
+                f"module {s.name!r} sees several rows of each query, and not one query after the other (a torch.cat of views, a flattened "
+                "(time, queries)?): they cannot be told apart. Stack views in dimension 1 and flatten, or call the module once for each"
+            )
 
 
 def matching(at: tuple[At, ...], names: Mapping[str, nn.Module]) -> set[str]:

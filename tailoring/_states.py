@@ -16,6 +16,10 @@ from torch.utils import _pytree as pytree
 START, ZERO = -1, -2  # the keys of the blocks that a state starts with, and of a zero
 
 
+Key = int | tuple[str, "Key"]
+Block = tuple[Key, Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class LowRank:
     """One matrix per query, (rows, out, in), as sum over blocks and r of left_r right_r^T.
@@ -25,7 +29,7 @@ class LowRank:
     momentum too. Where a matrix is a table of embeddings, `right` holds indices, (rows, r), in place of one-hot vectors.
     """
 
-    blocks: tuple[tuple[int, Tensor, Tensor], ...]
+    blocks: tuple[Block, ...]
 
     @property
     def rank(self) -> int:
@@ -41,10 +45,12 @@ class LowRank:
         lefts, rights = zip(*parts, strict=True)
         return (lefts[0], rights[0]) if len(parts) == 1 else (torch.cat(lefts, 1), torch.cat(rights, 1))
 
-    def dense(self) -> Tensor:
-        """The matrices themselves, (rows, out, in)."""
+    def dense(self, table: int = 0) -> Tensor:
+        """The matrices themselves, (rows, out, in); of a table, which has `table` rows, (rows, in, out) as the table is."""
         left, right = self.factors()
-        return left.mT @ right
+        if right.is_floating_point():
+            return left.mT @ right
+        return torch.nn.functional.one_hot(right, table).to(left.dtype).mT @ left
 
     def map_left(self, f: Callable[[Tensor], Tensor]) -> LowRank:
         return LowRank(tuple((key, f(left), right) for key, left, right in self.blocks))
@@ -58,10 +64,11 @@ pytree.register_pytree_node(
 )
 
 
-def _unflatten(parts: list, keys: tuple[int, ...]) -> LowRank:
+def _unflatten(parts: list, keys: tuple[Key, ...]) -> LowRank:
     return LowRank(tuple(zip(keys, parts[::2], parts[1::2], strict=True)))
 
 
+torch.serialization.add_safe_globals([LowRank])  # a saved state loads without pickle
 Entry = Tensor | LowRank
 State = dict[str, Entry]
 
@@ -88,6 +95,12 @@ def own_shape(entry: Entry) -> tuple[int, ...]:
     return (left.shape[2], *right.shape[2:])
 
 
+def dense(entry: Entry, shape: tuple[int, ...]) -> Tensor:
+    """The entry of a parameter of this shape as one tensor, (rows, *shape)."""
+    matrices = entry.dense(shape[0]) if isinstance(entry, LowRank) else entry
+    return matrices.reshape(-1, *shape)
+
+
 def zero_like(state: State) -> State:
     return {name: _none_of(e) if isinstance(e, LowRank) else torch.zeros_like(e) for name, e in state.items()}
 
@@ -98,8 +111,20 @@ def _none_of(entry: LowRank) -> LowRank:
 
 
 def compact(state: State) -> State:
-    """The same state with every matrix in one block, fit to be the start of another loop."""
-    return {name: LowRank(((START, *e.factors()),)) if isinstance(e, LowRank) else e for name, e in state.items()}
+    """The same state with every matrix in one block, fit to be the start of another loop; or as it is, where that is smaller."""
+    return {name: _compact(e) if isinstance(e, LowRank) else e for name, e in state.items()}
+
+
+def _compact(entry: LowRank) -> Entry:
+    left, right = entry.factors()
+    if right.is_floating_point() and products_pay(left.shape[1], left.shape[2], right.shape[2]):
+        return LowRank(((START, left, right),))
+    return entry.dense() if right.is_floating_point() else LowRank(((START, left, right),))
+
+
+def products_pay(rank: int, outputs: int, inputs: int) -> bool:
+    """Whether outer products of this rank cost less than the matrix: rank (in + out) operations for each row against in * out."""
+    return rank * (inputs + outputs) <= inputs * outputs
 
 
 def add(a: State, b: State) -> State:
@@ -109,15 +134,20 @@ def add(a: State, b: State) -> State:
 def _add(a: Entry, b: Entry) -> Entry:
     if isinstance(a, LowRank) and isinstance(b, LowRank):
         other = {key: left for key, left, _ in b.blocks}
-        mine = tuple((key, left + other[key] if key in other else left, right) for key, left, right in a.blocks)
+        mine = tuple((key, _same_rank(left, other[key]) if key in other else left, right) for key, left, right in a.blocks)
         known = {key for key, *_ in mine}
         return LowRank(mine + tuple(block for block in b.blocks if block[0] not in known))
-    if isinstance(a, LowRank) or isinstance(b, LowRank):  # a loop that found the matrices themselves to be cheaper
-        a, b = (b, a) if isinstance(a, LowRank) else (a, b)
-        assert isinstance(a, Tensor)
-        assert isinstance(b, LowRank)
-        return a + b.dense() if b.rank else a
-    return a + b
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a + b
+    matrices, products = (b, a) if isinstance(a, LowRank) else (a, b)  # a loop that found the matrices themselves to be cheaper
+    assert isinstance(matrices, Tensor)
+    assert isinstance(products, LowRank)
+    return matrices + products.dense(matrices.shape[1]) if products.rank else matrices
+
+
+def _same_rank(left: Tensor, other: Tensor) -> Tensor:
+    assert left.shape == other.shape, "blocks of one key share their right factors"
+    return left + other
 
 
 def scale(state: State, by: Callable[[str], float | Tensor]) -> State:
@@ -160,17 +190,37 @@ def where(rows: Tensor, yes: State, no: State | None = None) -> State:
 
 
 def _where(rows: Tensor, yes: Entry, no: Entry | None) -> Entry:
-    if isinstance(yes, Tensor) and not isinstance(no, LowRank):
-        return torch.where(_fit(rows, yes), yes, 0.0 if no is None else no)
-    if isinstance(yes, LowRank) and no is None:  # the right factors too, since 0 * nan = nan
-        return LowRank(tuple((key, torch.where(_fit(rows, a), a, 0), torch.where(_fit(rows, b), b, 0)) for key, a, b in yes.blocks))
-    assert no is not None
-    return _add(_where(rows, yes, None), _where(~rows, no, None))
+    if isinstance(yes, LowRank) and isinstance(no, LowRank):
+        return _where_products(rows, yes, no)
+    if isinstance(yes, LowRank):
+        return _masked(rows, yes) if no is None else _add(_masked(rows, yes), _where(~rows, no, None))
+    if isinstance(no, LowRank):
+        return _add(_masked(~rows, no), _where(rows, yes, None))
+    return torch.where(_fit(rows, yes), yes, 0.0 if no is None else no)
+
+
+def _where_products(rows: Tensor, yes: LowRank, no: LowRank) -> LowRank:
+    """Blocks with the same right factors are chosen by their left ones; of all others each side keeps its own."""
+    others = {key: (left, right) for key, left, right in no.blocks}
+    blocks: list[Block] = []
+    for key, left, right in yes.blocks:
+        if key in others and others[key][1] is right:
+            blocks.append((key, torch.where(_fit(rows, left), left, others.pop(key)[0]), right))
+        else:
+            blocks += _masked(rows, LowRank(((("yes", key), left, right),))).blocks
+    blocks += _masked(~rows, LowRank(tuple((("no", key), *pair) for key, pair in others.items()))).blocks
+    return LowRank(tuple(blocks))
+
+
+def _masked(rows: Tensor, entry: LowRank) -> LowRank:
+    """The right factors are masked too, since 0 * nan = nan."""
+    return LowRank(tuple((key, torch.where(_fit(rows, a), a, 0), torch.where(_fit(rows, b), b, 0)) for key, a, b in entry.blocks))
 
 
 def finite(state: State) -> Tensor:
     """(rows,): whether every number of the row is finite, told by their sum (in which nan and inf stay)."""
-    numbers = [t.detach() for t in pytree.tree_leaves(state) if t.is_floating_point() and t.numel()]
+    numbers = [t.detach() for t in pytree.tree_leaves(state) if t.numel() and (t.is_floating_point() or t.is_complex())]
+    numbers = [torch.view_as_real(t) if t.is_complex() else t for t in numbers]
     if not numbers:
         return torch.ones(rows_of(state), dtype=torch.bool, device=device_of(state))
     wide = torch.promote_types(numbers[0].dtype, torch.float32)
@@ -188,7 +238,7 @@ def square_norms(state: State) -> Tensor:
 
 def _square_norms(entry: Entry) -> Tensor:
     if isinstance(entry, Tensor):
-        return entry.flatten(1).square().sum(1)
+        return (entry.abs() if entry.is_complex() else entry).flatten(1).square().sum(1)
     left, right = entry.factors()
     if left.shape[1] == 1 and right.is_floating_point():
         return left.flatten(1).square().sum(1) * right.flatten(1).square().sum(1)

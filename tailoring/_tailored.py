@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ._adapt import CN, Adapter, Site
 from ._bound import Bound
@@ -16,7 +17,7 @@ from ._kernels import plain_kernels
 from ._learned import Learned, OwnNames
 from ._records import Batch, Fit, Trace, better, finite_rows, leaves_inference_mode
 from ._rules import LBFGS, Descent, Functional, Rates
-from ._sites import Reading
+from ._sites import Reading, watch
 from ._states import State, compact, device_of, rows_of, where
 from ._trees import (
     Inputs,
@@ -80,6 +81,10 @@ class Tailored(OwnNames):
         self.rule = optimizer if isinstance(optimizer, Descent | LBFGS) else Functional(optimizer)
         if isinstance(self.rule, Descent):
             self.rule.check_steps(steps)
+        if not self.rule.general and self.adapt.outer_products:
+            raise ValueError(
+                f"{self.rule!r} needs a state of tensors, and {self.adapt!r} keeps outer products: use lr=, or Weights(how='vmap')"
+            )
         if not self.rule.differentiable and backprop != "none":
             raise ValueError(f"{self.rule!r} cannot be differentiated; use it with backprop='none'")
         self.backprop: Backprop = backprop
@@ -99,7 +104,8 @@ class Tailored(OwnNames):
         if count_rows(x) == 0 or (self.steps == 0 and not self.adapt.learned_start):
             args, kwargs = model_call(x)
             return self.net(*args, **kwargs)
-        return cat_rows([self._answer(b, self._fit(b).state)[0] for b in self._batches(x)])
+        batches = self._batches(x)
+        return cat_rows([self._answer(b, self._fit(b).state)[0] for b in batches], self._answer_rows(x, batches))
 
     @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
@@ -123,8 +129,10 @@ class Tailored(OwnNames):
         """The prediction, with what happened to each query on the way."""
         if count_rows(x) == 0:
             raise ValueError("an empty batch leaves no trace")
-        parts = [self._trace(b) for b in self._batches(x, start, seeds)]
-        joined = {name: cat_rows([getattr(p, name) for p in parts]) for name in ("prediction", "steps", "stopped", "failed", "state")}
+        batches = self._batches(x, start, seeds)
+        parts = [self._trace(b) for b in batches]
+        joined = {name: cat_rows([getattr(p, name) for p in parts]) for name in ("steps", "stopped", "failed", "state")}
+        joined["prediction"] = cat_rows([p.prediction for p in parts], self._answer_rows(x, batches))
         return Trace(losses=torch.cat([p.losses for p in parts], 1), sites=parts[0].sites, **joined)
 
     def states(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Iterator[State]:
@@ -137,7 +145,7 @@ class Tailored(OwnNames):
             return
         loops = [self._moments(b) for b in self._batches(x, start, seeds)]
         for moments in zip(*loops, strict=True):
-            yield cat_rows([moment.state for moment in moments])
+            yield cat_rows([compact(moment.state) for moment in moments])
 
     def path(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Iterator[Any]:
         """The prediction before tailoring and after each inner step."""
@@ -182,18 +190,30 @@ class Tailored(OwnNames):
             check_state(start, self._identity(Batch(x, queries, sites), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
             raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
+        start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
             return [Batch(x, queries, sites, seeds, start)]
         parts = split_rows([x, start, seeds], self.chunk)
         return [Batch(part, count_rows(part), sites, own_seeds, own_start) for part, own_start, own_seeds in parts]
 
     def _find_sites(self, x: Any) -> tuple[Site, ...]:
-        key = tuple((t.shape[1:], t.dtype) for t in tensors(x)) if not torch.compiler.is_compiling() else "compiled"
+        key = "compiled" if torch.compiler.is_compiling() else self._key(x)
         if key not in self._sites:
             if torch.compiler.is_compiling():
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
             self._sites[key] = self._sites["compiled"] = self.adapt.sites(self.net, x)
         return self._sites[key]
+
+    def _answer_rows(self, x: Any, batches: list[Batch]) -> dict[int, int | None]:
+        """Of every tensor of the answer, the dimension that holds the queries; needed to join the parts of a batch."""
+        return {s.leaf: s.rows for s in watch(self.net, x) if s.name == "" and s.leaf >= 0} if len(batches) > 1 else {}
+
+    def _key(self, x: Any) -> Any:
+        """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision."""
+        leaves, spec = pytree.tree_flatten(x)
+        parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+        precision = next((p.dtype for p in self.net.parameters()), None)
+        return precision, tuple(parts), None if isinstance(x, Tensor) else str(spec)
 
     def _identity(self, batch: Batch, rows: int) -> State:
         """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
@@ -258,7 +278,8 @@ class Tailored(OwnNames):
                 losses.append(moment.values)
                 best = better(best, moment.values, before) if self.keep == "best" else None
             before = moment
-            if self.stop is not None and not torch.compiler.is_compiling() and bool((moment.stopped | moment.failed).all()):
+            early = self.stop is not None and self.chunk is None and not torch.compiler.is_compiling()  # all chunks take as many steps
+            if early and bool((moment.stopped | moment.failed).all()):
                 break
         assert before is not None
         state, steps = before.state, before.taken

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -97,14 +98,25 @@ def split_rows(tree: Any, size: int) -> list[Any]:
     return [take_rows(tree, slice(i, i + size)) for i in range(0, count_rows(tree), size)]
 
 
-def cat_rows(trees: Sequence[Any]) -> Any:
-    """Trees of equal structure, one below the other; what is not a tensor with rows comes from the first."""
+def cat_rows(trees: Sequence[Any], dims: Mapping[int, int | None] = MappingProxyType({})) -> Any:
+    """Trees of equal structure, one below the other. `dims` tells the dimension that holds the rows, for the i-th tensor; 0 if not said."""
     if len(trees) == 1:
         return trees[0]
     flat = [pytree.tree_leaves(tree) for tree in trees]
-    spec = pytree.tree_structure(trees[0])
-    joined = [torch.cat(leaves) if isinstance(leaves[0], Tensor) and leaves[0].ndim else leaves[0] for leaves in zip(*flat, strict=True)]
-    return pytree.tree_unflatten(joined, spec)
+    joined: list[Any] = []
+    count = 0
+    for leaves in zip(*flat, strict=True):
+        if isinstance(leaves[0], Tensor):
+            dim = dims.get(count, 0)
+            joined.append(leaves[0] if dim is None or not leaves[0].ndim else torch.cat(leaves, dim))
+            count += 1
+        elif isinstance(leaves[0], bool | int | float | str | None):
+            joined.append(leaves[0])
+        else:
+            raise TypeError(
+                f"cannot join the parts of a {type(leaves[0]).__name__}: answer with tensors, in tuples or dicts, or do without chunk="
+            )
+    return pytree.tree_unflatten(joined, pytree.tree_structure(trees[0]))
 
 
 def repeat_rows(t: Tensor, copies: int) -> Tensor:

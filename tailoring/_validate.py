@@ -14,6 +14,8 @@ from ._states import State, own_shape, rows_of
 def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, keep: Any, chunk: Any) -> None:
     if not isinstance(net, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(net).__name__}")
+    if hasattr(net, "_orig_mod"):
+        raise ValueError("nothing inside a compiled model can be adapted: compile the tailored one, torch.compile(Tailored(net, ...))")
     if not callable(loss):
         raise TypeError(f"the tailoring loss must be a function loss(model, x) -> (queries,), not {type(loss).__name__}")
     if not isinstance(adapt, Adapter):

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from . import _states as states
 from ._adapt import Adapter, Evaluate, Site, by_module
+from ._bound import Bound
 from ._copies import call_with_copies
 from ._inner import differentiate, gradients
+from ._kernels import plain_kernels
 from ._layers import TAPPED, How, Tap, Taps, Use, rule_for
 from ._recurrent import Unrolled
-from ._sites import Around, At, Reading, Seen, check_at, describe, intercepted, matching, watch
+from ._sites import Around, At, Reading, Seen, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
+from ._trees import count_rows, map_tensors, model_call, tensors
 
 
 class Weights(Adapter):
@@ -35,20 +40,64 @@ class Weights(Adapter):
 
     plain_kernels = True  # vmap has no rule for fused attention
 
+    @property
+    def outer_products(self) -> bool:  # type: ignore[override]
+        return self.how == "rules"
+
     def __init__(self, *at: At, how: Literal["rules", "vmap", "loop"] = "rules"):
         if how not in ("rules", "vmap", "loop"):
             raise ValueError(f"how must be 'rules', 'vmap' or 'loop', not {how!r}")
         self.at, self.how = check_at(at), how
 
     def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
-        named = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+        named = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
         chosen = self._chosen(model, named)
         if not chosen:
             raise ValueError(f"{self!r} chooses no parameters; the model has: {', '.join(named) or 'none'}")
+        seen = watch(model, x)
+        whole = _with_rows([_site(name, "", name, named[name], "copies", copied=True) for name in named if name in chosen], seen)
         if self.how != "rules":
-            return tuple(_site(name, "", name, named[name], "copies") for name in named if name in chosen)
-        sites = [site for site in _by_rule(model) if site.key in chosen]
-        return _with_rows(_apart_if_tied(sites), watch(model, x))
+            return whole
+        sites = _with_rows(_apart_if_tied(_by_rule(model, chosen)), seen)
+        refuse_disorder(s for s in seen if s.name in {site.module for site in sites})
+        doubt = None if _is_whole(sites) else self._doubt(model, sites, whole, x)
+        if doubt is None:
+            return sites
+        warnings.warn(f"Weights runs all of this model under torch.func.vmap, exactly but slowly: {doubt}", stacklevel=2)
+        return whole
+
+    def _doubt(self, model: nn.Module, sites: tuple[Site, ...], whole: tuple[Site, ...], x: Any) -> str | None:
+        """Why the rules cannot be used: on a trial they must answer as the model does, with the gradients that autograd has."""
+        args, kwargs = model_call(first_and_another(x))
+
+        def total(out: Any) -> Tensor:
+            return torch.stack([t.double().sin().sum() for t in tensors(out) if t.is_floating_point()]).sum()
+
+        def by(sites: tuple[Site, ...], adapter: Weights, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+            def evaluate(state: State, taps: Taps | None = None) -> Tensor:
+                return total(adapter.call(model, sites, state, Reading(), args, kwargs, taps)).unsqueeze(0)
+
+            state = adapter.init(model, sites, rows, tensors((args, kwargs))[0].device)
+            values, grads = adapter.gradient(evaluate, sites, state, (0, 1), False)
+            shapes = {s.key: s.shape for s in sites}
+            return values.detach(), {name: states.dense(entry, shapes[name]).sum(0) for name, entry in grads.items()}
+
+        with plain_kernels(model, graph=True):
+            try:
+                expected, gradient = by(whole, Weights(how="loop"), 1)
+            except ValueError:  # nothing to differentiate, so nothing to compare
+                return None
+            try:
+                answer, ours = by(sites, self, 2)
+            except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+                return f"its layers cannot be adapted one by one ({error})"
+        if not torch.allclose(answer, expected, rtol=1e-2):
+            return "a layer does not compute what its type says"
+        wrong = [name for name, g in gradient.items() if (g - ours[name]).abs().max() > 2e-2 * g.abs().max() + 1e-5]
+        return f"{wrong[0]!r} is used elsewhere than in the call of its module" if wrong else None
+
+    def bind(self, model: Bound, x: Any) -> Bound:
+        return _OwnWeights(model)
 
     def _chosen(self, model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
         modules = dict(model.named_modules())
@@ -70,22 +119,30 @@ class Weights(Adapter):
     def call(
         self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any, taps: Taps | None = None
     ) -> Any:
-        if self.how != "rules":
+        if self.how != "rules" or _is_whole(sites):
             changes = {name: as_tensor(entry) for name, entry in state.items()}
-            return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop")
-        with intercepted(model, {name: _around(group, state, taps) for name, group in by_module(sites).items()}):
+            rows = dict(sites[0].all_rows) if reading == Reading() else {}
+            return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=rows)
+        _refuse_looking_inside(reading, sites)
+        rows = count_rows((args, kwargs))
+        with intercepted(model, {name: _around(group, state, taps, rows) for name, group in by_module(sites).items()}):
             return reading(model, lambda module: module(*args, **kwargs))
 
     def gradient(
         self, evaluate: Evaluate, sites: tuple[Site, ...], state: State, step: tuple[int, int], graph: bool
     ) -> tuple[Tensor, State]:
-        if self.how != "rules":
+        if self.how != "rules" or _is_whole(sites):
             return differentiate(evaluate, state, graph)
         tapped = {s.key for s in sites if s.how in TAPPED}
         free = {name: as_tensor(entry) for name, entry in state.items() if name not in tapped}
         listen = _listen_compiled if torch.compiler.is_compiling() else _listen
         with torch.enable_grad():
-            values, grads, heard = listen(evaluate, state, free, graph)
+            found = listen(evaluate, state, free, graph)
+        if found is None:  # a second derivative uses the weights twice: let autograd see them
+            values, grads = differentiate(evaluate, {s.key: states.dense(state[s.key], s.shape) for s in sites}, graph)
+            kernels = {s.key for s in sites if s.how == "outer products" and len(s.shape) > 2}  # kept as matrices
+            return values, {name: as_tensor(g).flatten(2) if name in kernels else g for name, g in grads.items()}
+        values, grads, heard = found
         return values, {name: grads[name] if name in free else _collect(name, heard, entry, step) for name, entry in state.items()}
 
     def __repr__(self) -> str:
@@ -96,20 +153,25 @@ class Weights(Adapter):
 Heard = list[tuple[Tap, Tensor]]  # taps, each with the gradient of its outputs
 
 
-def _listen(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bool) -> tuple[Tensor, dict[str, Tensor], Heard]:
-    """The losses, the gradient by the free entries, and the gradients at the taps."""
+Listened = tuple[Tensor, dict[str, Tensor], Heard]  # losses, gradient by the free entries, gradients at the taps
+
+
+def _listen(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bool) -> Listened | None:
+    """None if the loss differentiates the model, since g h^T is then not all of the gradient."""
     leaves = states.leaves(dict(free), graph)
     taps = Taps(graph)
     values = evaluate({**state, **leaves}, taps)
     if taps.disturbed:
         taps = Taps(graph, cloned=True)
         values = evaluate({**state, **leaves}, taps)
+    if taps.differentiated:
+        return None
     outs = {f"{i}: {tap.weight or tap.bias}": out for i, (tap, out) in enumerate(zip(taps.heard, taps.outs, strict=True))}
     grads = gradients(values, {**leaves, **outs}, graph)
     return values, {name: grads[name] for name in free}, list(zip(taps.heard, (grads[name] for name in outs), strict=True))
 
 
-def _listen_compiled(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bool) -> tuple[Tensor, dict[str, Tensor], Heard]:
+def _listen_compiled(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bool) -> Listened:
     """The same by torch.func.grad. It differentiates by inputs, so a first pass, dead code in the end, tells the shapes of the probes."""
     first = Taps(graph)
     evaluate(state, first)
@@ -140,57 +202,96 @@ def _collect(name: str, heard: Heard, entry: Entry, step: tuple[int, int]) -> En
 
 
 def _products_pay(tap: Tap, rank: int) -> bool:
-    """Whether outer products of this rank cost less than the matrix: rank (in + out) operations for each row against in * out."""
     if tap.is_table:  # to look up indices costs nothing
         return True
-    return tap.groups == 1 and rank * (tap.inputs + tap.outputs) <= tap.inputs * tap.outputs
+    return tap.groups == 1 and states.products_pay(rank, tap.outputs, tap.inputs)
 
 
-def _around(sites: list[Site], state: State, taps: Taps | None) -> Around:
-    names, rows = {s.local: s.key for s in sites}, sites[0].rows
+def _around(sites: list[Site], state: State, taps: Taps | None, rows: int) -> Around:
+    names, queries, here = {s.local: s.key for s in sites}, states.rows_of(state), sites[0]
     tapped = frozenset(s.key for s in sites if s.how in TAPPED)
+    inside = [False]
 
     def by_rule(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         found = rule_for(module)
         assert found is not None
-        return found[1](Use(names, rows, states.rows_of(state), state, tapped, taps), forward, module, args, kwargs)
-
-    inside = [False]
+        if here.rows is None:  # what all queries share (positions) goes through for each of them
+            args, kwargs = map_tensors(lambda t: _for_all(t, rows), (args, kwargs))
+        return found[1](Use(names, here.rows or 0, queries, state, tapped, taps), forward, module, args, kwargs)
 
     def by_copies(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if inside[0]:  # called by functional_call, with a query's own weights
-            return (Unrolled(module) if isinstance(module, nn.RNNBase) else forward)(*args, **kwargs)
+            return forward(*args, **kwargs)
         inside[0] = True
         try:
             changes = {local: as_tensor(state[key]) for local, key in names.items()}
-            return call_with_copies(module, Reading(), changes, args, kwargs, rows=dict(sites[0].all_rows))
+            run = Unrolled(module) if isinstance(module, nn.RNNBase) else forward
+            bare = None if torch.compiler.is_compiling() and not isinstance(module, nn.RNNBase) else run
+            return call_with_copies(module, Reading(), changes, args, kwargs, rows=dict(here.all_rows), forward=bare)
         finally:
             inside[0] = False
 
-    return by_copies if sites[0].call else by_rule
+    return by_copies if here.call else by_rule
+
+
+def _for_all(t: Tensor, rows: int) -> Tensor:
+    """(1, ...) or (...) -> (rows, ...)"""
+    t = t if t.ndim > 1 and t.shape[0] == 1 else t.unsqueeze(0)
+    return t.expand(rows, *t.shape[1:])
+
+
+class _OwnWeights(Bound):
+    """A bound model that does not give away shared weights as if they were the query's own."""
+
+    def __init__(self, model: Bound):
+        vars(self).update(vars(model))
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, nn.Parameter):
+            raise ValueError(f"the tailoring loss reads the weight {name!r} itself, but every query has its own: use the model's outputs")
+        return value
+
+    def _below(self, name: str, module: nn.Module) -> Bound:
+        return _OwnWeights(super()._below(name, module))
+
+
+def _is_whole(sites: tuple[Site, ...]) -> bool:
+    """Whether the whole model runs with copies."""
+    return any(s.module == "" and s.how == "copies" and s.call == 1 for s in sites)
+
+
+def _refuse_looking_inside(reading: Reading, sites: tuple[Site, ...]) -> None:
+    target = ".".join(part for part in (reading.path, reading.below) if part)
+    for s in sites:
+        if s.call and target.startswith(f"{s.module}."):
+            raise ValueError(f"the loss reads {target!r} inside {s.module!r}, which runs under vmap: read {s.module!r} itself")
 
 
 def _site(key: str, module: str, local: str, parameter: nn.Parameter, how: How, copied: bool = False) -> Site:
     return Site(key, module, int(copied), 0, 0, -1, tuple(parameter.shape), parameter.dtype, how, local)
 
 
-def _by_rule(model: nn.Module) -> list[Site]:
-    """Every parameter in every place where it is used; below a module with parameters and no rule, all is that module's."""
-    names = {id(p): name for name, p in model.named_parameters()}
+def _by_rule(model: nn.Module, chosen: set[str]) -> list[Site]:
+    """Every chosen parameter in every place where it is used; below a module with such and no rule, all is that module's."""
+    names = {id(p): name for name, p in model.named_parameters() if name in chosen}
     sites: list[Site] = []
-    covered: list[str] = []
+    covered: set[int] = set()
     for path, module in model.named_modules():
-        if any(path.startswith(above) for above in covered) or not list(module.parameters(recurse=False)):
+        holders = [module, *(child for child in module.children() if isinstance(child, _HOLDERS))]
+        direct = [p for holder in holders for p in holder.parameters(recurse=False)]
+        if id(module) in covered or not any(id(p) in names for p in [*direct, *(module.parameters() if is_parametrized(module) else ())]):
             continue
-        found = rule_for(module)
+        found = None if "forward" in vars(module) or len(holders) > 1 else rule_for(module)
         whole = found is None or isinstance(module, nn.MultiheadAttention)  # its output projection is not called as a module
         if whole:
-            covered.append(f"{path}." if path else "")
-        local = module.named_parameters(recurse=whole, remove_duplicate=False)
-        sites += [
-            _site(names[id(p)], path, name, p, found[0] if found else "copies", found is None) for name, p in local if p.is_floating_point()
-        ]
+            covered |= {id(below) for below in module.modules()}
+        local = [(name, p) for name, p in module.named_parameters(recurse=whole, remove_duplicate=False) if id(p) in names]
+        sites += [_site(names[id(p)], path, name, p, found[0] if found else "copies", found is None) for name, p in local]
     return sites
+
+
+_HOLDERS = (nn.ParameterList, nn.ParameterDict)  # never called: what they hold is their parent's
 
 
 def _apart_if_tied(sites: list[Site]) -> list[Site]:
@@ -203,9 +304,9 @@ def _apart_if_tied(sites: list[Site]) -> list[Site]:
 
 def _with_rows(sites: list[Site], seen: list[Seen]) -> tuple[Site, ...]:
     """The sites with the dimensions that hold the queries, as far as the trial passes saw their modules run (else the first)."""
-    found: dict[str, dict[int, int]] = {}
+    found: dict[str, dict[int, int | None]] = {}
     for s in seen:
-        found.setdefault(s.name, {}).setdefault(s.leaf, s.rows or 0)
+        found.setdefault(s.name, {}).setdefault(s.leaf, s.rows)
     rows = {name: tuple(sorted(leaves.items())) for name, leaves in found.items()}
     return tuple(replace(s, rows=found.get(s.module, {}).get(0, 0), all_rows=rows.get(s.module, ())) for s in sites)
 

@@ -58,7 +58,7 @@ class _AnswersOnly(Bound):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return self._refuse(f"calls the submodule {name!r}") if isinstance(value, Bound) else value
+        return self._refuse(f"uses {name!r}") if isinstance(value, Bound) or callable(value) else value
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(

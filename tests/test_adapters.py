@@ -242,7 +242,7 @@ def test_output_serves_structured_predictions():
         (lambda model, x: model(x.repeat_interleave(2, 0)).unflatten(0, (-1, 2)).sum((1, 2)), "other inputs"),
         (lambda model, x: model.output_of("2", x).sum(1), "output of '2'"),
         (lambda model, x: model.input_of("2", x).sum(1), "input of '2'"),
-        (lambda model, x: model.body(x).sum(1), "submodule 'body'"),
+        (lambda model, x: model.body(x).sum(1), "uses 'body'"),
     ],
 )
 def test_output_refuses_what_it_cannot_reach(loss, reason):

@@ -238,4 +238,4 @@ def test_recurrent_weights_want_padded_batches():
             return self.rnn(packed)[0].data[:1] + x
 
     with pytest.raises(ValueError, match="padded sequences"):
-        tailored(lambda model, x: model(x).sum(1), Packs(), adapt=Weights())(torch.randn(2, 4))
+        tailored(lambda model, x: model(x).sum(1), Packs(), adapt=Weights(how="vmap"))(torch.randn(2, 4))

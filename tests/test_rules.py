@@ -328,6 +328,7 @@ class Sizes(TorchDispatchMode):
 def test_no_querys_own_matrix_is_ever_built(backprop):
     net, x = ResidualMLP(6, width=31, depth=2), torch.randn(5, 6)
     model = Tailored(net, drift, adapt=Weights(), steps=2, lr=1e-3, backprop=backprop, clip=1.0, momentum=0.9)
+    model.prepare(x)
     with Sizes() as sizes:
         sum(outer_losses(model, summed_error, x, x)).backward()
     assert not any(len(shape) == 3 and set(shape[1:]) <= {6, 31} for shape in sizes.seen)
