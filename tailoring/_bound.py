@@ -69,6 +69,9 @@ class Bound:
         value = cast(Any, self._module)[index]
         return self._below(next(name for name, child in self._module.named_children() if child is value), value)
 
+    def __bool__(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return len(cast(Any, self._module))
 

@@ -11,6 +11,7 @@ any, note h and z, from which `Tap.gradient` makes the next factors.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -91,27 +92,32 @@ class Taps:
     heard: list[Tap] = field(default_factory=list)
     outs: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    differentiated: bool = False  # the model or the loss takes derivatives through a linear map
+    noticed: list[bool] = field(default_factory=list)  # for each gradient that passed, whether it is to be differentiated again
 
     def listen(self, tap: Tap, out: Tensor) -> Tensor:
         if self.probes is not None:
             out = out + self.probes[len(self.heard)]
         elif not torch.compiler.is_compiling():
             out = out if out.requires_grad else out.detach().requires_grad_()
-            out.register_hook(self._notice)
+            out.register_hook(functools.partial(_notice, self.noticed))  # not `self`: a cycle would keep the graph alive
             self.versions.append(out._version)
         self.heard.append(tap if self.graph else replace(tap, given=tap.given.detach()))
         self.outs.append(out)
         return out.clone() if self.cloned or out.is_leaf else out
 
-    def _notice(self, _gradient: Tensor) -> None:
-        """Runs when a gradient passes; with gradients enabled, one that is to be differentiated again."""
-        self.differentiated = self.differentiated or torch.is_grad_enabled()
+    @property
+    def differentiated(self) -> bool:
+        """Whether the model or the loss takes derivatives through a linear map, and lets them be differentiated."""
+        return any(self.noticed)
 
     @property
     def disturbed(self) -> bool:
         """Whether a module has changed an output in place, so that its gradient is not that of the linear map."""
         return [out._version for out in self.outs] != self.versions
+
+
+def _notice(noticed: list[bool], _gradient: Tensor) -> None:
+    noticed.append(torch.is_grad_enabled())
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,31 @@ from torch.torch_version import TorchVersion
 
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Any]:
     """Shadow the module's `forward` on the instance; what is returned takes that back."""
-    if torch.compiler.is_compiling() and _NO_DELETING:
-        before = module.forward
-        module.forward = forward
-        return functools.partial(setattr, module, "forward", before)
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
-    if own is None or own == type(module).forward.__get__(module):
+    if own is None:
         return functools.partial(module.__dict__.pop, "forward", None)
     return functools.partial(module.__dict__.__setitem__, "forward", own)
 
 
-# Dynamo cannot trace the deletion of an attribute before 2.13, so there a compiled call leaves the module's own `forward` on the
-# instance, where it changes nothing; the next eager call takes it away.
-_NO_DELETING = TorchVersion(torch.__version__) < "2.13"
+NEEDS_TRACEABLE = TorchVersion(torch.__version__) < "2.13"
+
+
+def make_traceable(model: nn.Module) -> None:
+    """Let dynamo see a shadowed `forward`. Before 2.13 it does so only where the instance has one already, and cannot trace its removal.
+
+    So there, and only for a model that is prepared to be compiled, every module keeps its own `forward` on the instance, which
+    changes nothing that it computes.
+    """
+    if NEEDS_TRACEABLE:
+        for module in model.modules():
+            module.__dict__.setdefault("forward", functools.partial(type(module).forward, module))
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether the instance has a `forward` that is not its class's."""
+    own = module.__dict__.get("forward")
+    return own is not None and not (isinstance(own, functools.partial) and own.func is type(module).forward)
 
 
 @contextmanager

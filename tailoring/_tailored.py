@@ -16,6 +16,7 @@ from ._inner import Backprop, Keep, Moment, descend
 from ._kernels import plain_kernels
 from ._learned import Learned, OwnNames
 from ._records import Batch, Fit, Trace, better, finite_rows, leaves_inference_mode
+from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._rules import LBFGS, Descent, Functional, Rates
 from ._sites import Reading, watch
 from ._states import State, compact, device_of, rows_of, where
@@ -92,6 +93,7 @@ class Tailored(OwnNames):
         self.keep: Keep = "best" if self.rule.searches else keep
         self.tailoring = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self._sites: dict[Any, tuple[Site, ...]] = {}
+        self._prepared = False
 
     @property
     def loss(self) -> Loss:
@@ -155,6 +157,8 @@ class Tailored(OwnNames):
     def prepare(self, x: Any) -> Self:
         """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
         self._identity(Batch(x, count_rows(x), self._find_sites(x)), 1)
+        make_traceable(self.net)
+        self._prepared = True
         return self
 
     def replace(self, **changes: Any) -> Tailored:
@@ -198,7 +202,7 @@ class Tailored(OwnNames):
 
     def _find_sites(self, x: Any) -> tuple[Site, ...]:
         key = "compiled" if torch.compiler.is_compiling() else self._key(x)
-        if key not in self._sites:
+        if key not in self._sites or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
             if torch.compiler.is_compiling():
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
             self._sites[key] = self._sites["compiled"] = self.adapt.sites(self.net, x)

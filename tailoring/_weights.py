@@ -19,7 +19,7 @@ from ._copies import call_with_copies
 from ._inner import differentiate, gradients
 from ._kernels import plain_kernels
 from ._layers import TAPPED, How, Tap, Taps, Use, rule_for
-from ._recurrent import Unrolled
+from ._recurrent import Unrolled, is_patched
 from ._sites import Around, At, Reading, Seen, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
 from ._trees import count_rows, map_tensors, model_call, tensors
@@ -282,7 +282,7 @@ def _by_rule(model: nn.Module, chosen: set[str]) -> list[Site]:
         direct = [p for holder in holders for p in holder.parameters(recurse=False)]
         if id(module) in covered or not any(id(p) in names for p in [*direct, *(module.parameters() if is_parametrized(module) else ())]):
             continue
-        found = None if "forward" in vars(module) or len(holders) > 1 else rule_for(module)
+        found = None if is_patched(module) or len(holders) > 1 else rule_for(module)
         whole = found is None or isinstance(module, nn.MultiheadAttention)  # its output projection is not called as a module
         if whole:
             covered |= {id(below) for below in module.modules()}

@@ -434,7 +434,6 @@ def test_optimisers_that_need_tensors_say_so():
     assert (losses.min(0).values < 0.5 * losses[0]).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_compiled_model_cannot_be_looked_into():
     with pytest.raises(ValueError, match="compile the tailored one"):
         Tailored(torch.compile(mlp()), drift)

@@ -342,31 +342,54 @@ def test_first_order_keeps_no_graph_of_the_factors():
     assert not any(t.requires_grad for entry in model.tailor(x).values() for t in torch.utils._pytree.tree_leaves(entry))
 
 
+class Block(nn.Module):
+    """A residual block around any layers, with a layer that it uses twice."""
+
+    def __init__(self, *layers: nn.Module, width: int):
+        super().__init__()
+        self.layers, self.twice = nn.Sequential(*layers), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.twice(torch.tanh(self.twice(x)) + self.layers(x))
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
 @st.composite
 def networks(draw):
-    """A random stack of layers with rules, and one without."""
+    """A random stack of layers with rules, some without, tied weights, and inputs for it."""
     torch.manual_seed(draw(st.integers(0, 10_000)))
-    kind = draw(st.sampled_from(["vector", "sequence", "image"]))
-    width = draw(st.integers(2, 6))
-    layers: list[nn.Module] = []
-    for _ in range(draw(st.integers(1, 4))):
-        new = draw(st.integers(2, 6))
-        if kind == "image":
-            kernel, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, width]))
-            layers += [nn.Conv2d(width, width if groups > 1 else new, kernel, draw(st.integers(1, 2)), padding=1, groups=groups)]
-            width = width if groups > 1 else new
-            layers += [draw(st.sampled_from([nn.GroupNorm(1, width), nn.BatchNorm2d(width).eval(), nn.Identity()]))]
+    kind = draw(st.sampled_from(["vector", "sequence", "words", "image", "signal"]))
+    width = size = 2 * draw(st.integers(1, 3))
+    layers: list[nn.Module] = [nn.Embedding(9, width)] if kind == "words" else []
+    for _ in range(draw(st.integers(1, 3))):
+        new = 2 * draw(st.integers(1, 3))
+        if kind in ("image", "signal"):
+            conv, norm = (nn.Conv2d, nn.BatchNorm2d) if kind == "image" else (nn.Conv1d, nn.BatchNorm1d)
+            groups = draw(st.sampled_from([1, 1, 2]))
+            layers += [conv(width, new, draw(st.integers(1, 3)), draw(st.integers(1, 2)), padding=1, groups=groups)]
+            layers += [draw(st.sampled_from([nn.GroupNorm(2, new), norm(new).eval(), nn.Identity()]))]
         else:
-            layers += [nn.Linear(width, new, bias=draw(st.booleans()))]
-            width = new
-            layers += [draw(st.sampled_from([nn.LayerNorm(width), nn.RMSNorm(width), nn.Identity(), nn.PReLU()]))]
+            inner = [nn.Linear(width, new, bias=draw(st.booleans()))]
+            choices = [nn.LayerNorm(new), nn.RMSNorm(new), nn.Identity(), nn.PReLU(), Block(nn.Linear(new, new), width=new)]
+            layers += [*inner, draw(st.sampled_from(choices + [Attending(new)] * (kind != "vector")))]
+        width = new
         layers += [draw(st.sampled_from([nn.Tanh(), nn.SiLU(inplace=True), nn.Softplus()]))]
-    net = nn.Sequential(*layers).double()
-    inputs = next(m for m in layers if isinstance(m, nn.Linear | nn.Conv2d))
-    size = inputs.in_features if isinstance(inputs, nn.Linear) else inputs.in_channels
-    rows = draw(st.integers(1, 4))
-    shape = {"vector": (size,), "sequence": (draw(st.integers(1, 4)), size), "image": (size, 5, 4)}[kind]
-    return net, torch.randn(rows, *shape, dtype=torch.float64)
+    rows, length = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    shape = {"vector": (size,), "sequence": (length, size), "words": (length,), "image": (size, 5, 4), "signal": (size, 6)}[kind]
+    x = torch.randint(0, 9, (rows, *shape)) if kind == "words" else torch.randn(rows, *shape, dtype=torch.float64)
+    if kind != "vector" and draw(st.booleans()) and isinstance(layers[-3], nn.Linear) and layers[-3].in_features == layers[-3].out_features:
+        again = nn.Linear(width, width)
+        again.weight = layers[-3].weight  # tied
+        layers += [again]
+    return nn.Sequential(*layers).double(), x
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -389,19 +412,19 @@ def test_random_networks_are_exact(case, backprop, momentum, clip, steps):
         torch.testing.assert_close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b, **EXACT)
 
 
-def test_it_is_much_faster_than_vmap_and_not_much_slower_than_cn():
-    """A ratio inside one run, far from what benchmarks/weights.py shows, so that a busy machine does not fail it."""
-    net, x = ResidualMLP(25, 256), torch.randn(64, 25)
+def test_it_is_sixty_times_faster_than_vmap_and_at_most_three_times_slower_than_cn():
+    """Ratios inside one run, on fewer queries and steps than benchmarks/weights.py, where they are 360 and 1.3."""
+    net, x = ResidualMLP(25), torch.randn(64, 25)
     seconds = {}
-    for name, adapt in {"rules": Weights(), "vmap": Weights(how="vmap"), "CN": CN()}.items():
-        model = Tailored(net, drift, adapt=adapt, steps=2, lr=1e-4)
+    for name, adapt, runs in (("rules", Weights(), 5), ("CN", CN(), 5), ("vmap", Weights(how="vmap"), 1)):
+        model = Tailored(net, drift, adapt=adapt, steps=2, lr=1e-4).prepare(x)
         with torch.no_grad():
-            model(x)
+            model(x[:1])
             times = []
-            for _ in range(3):
+            for _ in range(runs):
                 start = time.perf_counter()
                 model(x)
                 times.append(time.perf_counter() - start)
         seconds[name] = min(times)
-    assert seconds["vmap"] > 8 * seconds["rules"]
-    assert seconds["rules"] < 6 * seconds["CN"]
+    assert seconds["vmap"] > 60 * seconds["rules"]
+    assert seconds["rules"] < 3 * seconds["CN"]
