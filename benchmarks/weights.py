@@ -96,22 +96,24 @@ def main() -> None:
         print(json.dumps(measure(options.one, options.queries[0], options.steps, options.device, options.compile, options.seconds)))
         return
     for queries in options.queries:
-        rows = [in_a_process_of_its_own(options, name, queries, compiled=False) for name in options.names]
-        if options.compile:
-            rows += [
-                in_a_process_of_its_own(options, name, queries, compiled=True) for name in options.names if name not in ("vmap", "loop")
-            ]
-        rules = next((r for r in rows if r["name"] == "rules" and "seconds" in r), None)
-        for row in rows:
+        plan = [(name, False) for name in options.names]
+        plan += [(name, True) for name in options.names if options.compile and name not in ("vmap", "loop")]
+        reference: float | None = None
+        for name, compiled in sorted(plan, key=lambda item: item != ("rules", False)):  # what the ratios refer to comes first
+            row = in_a_process_of_its_own(options, name, queries, compiled)
             if options.out:
                 with options.out.open("a") as file:
                     print(json.dumps(row), file=file, flush=True)
             if "failed" in row:
-                print(f"{queries:>6} {row['name']:<6} failed: {row['failed']}")
+                print(f"{queries:>6} {name:<18} failed: {row['failed']}", flush=True)
                 continue
-            times = f"{1e3 * float(str(row['seconds'])):10.2f} ms {float(str(row['peak_bytes'])) / 2**20:10.1f} MiB"
-            ratio = f"{float(str(row['seconds'])) / float(str(rules['seconds'])):9.2f} x rules" if rules else ""
-            print(f"{queries:>6} {row['name']}{' (compiled)' if row['compiled'] else '':<18} {times} {ratio}", flush=True)
+            seconds, memory = float(str(row["seconds"])), float(str(row["peak_bytes"]))
+            reference = seconds if (name, compiled) == ("rules", False) else reference
+            ratio = f"{seconds / reference:9.2f} x rules" if reference else ""
+            print(
+                f"{queries:>6} {name + ' (compiled)' * compiled:<18} {1e3 * seconds:10.2f} ms {memory / 2**20:10.1f} MiB {ratio}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

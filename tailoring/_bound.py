@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
@@ -24,6 +24,11 @@ class Bound:
         self, module: nn.Module, run: Callable[[Reading, Any, Any], Any], query: Any, seeds: Tensor | None, step: int, path: str = ""
     ):
         self._module, self._run, self._query, self._seeds, self._step, self._path = module, run, query, seeds, step, path
+
+    @classmethod
+    def of(cls, other: Bound) -> Self:
+        """The same model, as this kind of `Bound`."""
+        return cls(other._module, other._run, other._query, other._seeds, other._step, other._path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(Reading(self._path), args, kwargs)

@@ -97,7 +97,7 @@ class Weights(Adapter):
         return f"{wrong[0]!r} is used elsewhere than in the call of its module" if wrong else None
 
     def bind(self, model: Bound, x: Any) -> Bound:
-        return _OwnWeights(model)
+        return _OwnWeights.of(model)
 
     def _chosen(self, model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
         modules = dict(model.named_modules())
@@ -243,9 +243,6 @@ def _for_all(t: Tensor, rows: int) -> Tensor:
 class _OwnWeights(Bound):
     """A bound model that does not give away shared weights as if they were the query's own."""
 
-    def __init__(self, model: Bound):
-        vars(self).update(vars(model))
-
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, nn.Parameter):
@@ -253,7 +250,7 @@ class _OwnWeights(Bound):
         return value
 
     def _below(self, name: str, module: nn.Module) -> Bound:
-        return _OwnWeights(super()._below(name, module))
+        return _OwnWeights.of(super()._below(name, module))
 
 
 def _is_whole(sites: tuple[Site, ...]) -> bool:

@@ -30,7 +30,7 @@ class Output(Shift):
         return tuple(replace(site, key=f"output{site.key}") for site in super().sites(model, x))
 
     def bind(self, model: Bound, x: Any) -> Bound:
-        return _AnswersOnly(model, x)
+        return _AnswersOnly.of(model)
 
     def __repr__(self) -> str:
         return "Output()"
@@ -39,13 +39,9 @@ class Output(Shift):
 class _AnswersOnly(Bound):
     """A bound model that refuses whatever an offset of the prediction cannot reach."""
 
-    def __init__(self, model: Bound, x: Any):
-        vars(self).update(vars(model))
-        self._own = x
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            given, own = tensors((args, kwargs)), tensors(as_call(self._own))
+            given, own = tensors((args, kwargs)), tensors(as_call(self._query))
             if len(given) != len(own) or not all(a is b or torch.equal(a, b) for a, b in zip(given, own, strict=True)):
                 self._refuse("calls the model on other inputs than the query (views, noise)")
         return super().__call__(*args, **kwargs)

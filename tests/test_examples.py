@@ -99,3 +99,14 @@ def test_the_simulation_is_exact():
     torch.testing.assert_close(conservation.energy(later), conservation.energy(state), rtol=0, atol=1e-8)
     swing = later[1, 0] / state[1, 0]  # a small swing is nearly harmonic
     assert abs(swing - torch.cos(torch.tensor(1.0))) < 1e-3
+
+
+def test_mammoth_training_makes_the_step_work():
+    mammoth = load("mammoth")
+    config = mammoth.Config(train=600, test=300, width=32, epochs=6, steps=3, rates=(0.03, 0.1, 0.2), seeds=(0,))
+    rows = {name: values[0] for name, values in mammoth.run(config).items()}
+    for adapter in ("CN", "Weights"):
+        for order in ("none", "last", "all"):
+            meta, without = rows[f"meta-tailored, {adapter}, {order}"], rows[f"  with 0 steps ({adapter}, {order})"]
+            assert meta < 0.8 * without
+            assert meta < rows["plain"]
