@@ -119,6 +119,8 @@ def run(config: Config) -> dict[str, list[float]]:
             train(make(config, seed, CN(nn.Tanh), steps=0), training, config.steps * config.epochs, seed),
         )
         note("readings as inputs", train(make(config, seed, CN(nn.Tanh), True, steps=0), training, config.epochs, seed))
+        amortised = train(make(config, seed, CN(nn.Tanh), True, steps=0), training, config.steps * config.epochs, seed)
+        note(f"readings as inputs, {config.steps} times the epochs", amortised)
         for name, adapt in adapters.items():
             tailored = best([plain.replace(adapt=adapt, steps=config.steps, lr=rate) for rate in config.rates])
             note(f"tailored, {name}", tailored)
