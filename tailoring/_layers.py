@@ -11,11 +11,10 @@ any, note h and z, from which `Tap.gradient` makes the next factors.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,100 +23,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from ._states import Entry, LowRank, State, as_tensor
+from ._taps import Tap, Taps
 from ._trees import copies_per_query, repeat_rows
-
-
-@dataclass(frozen=True)
-class Tap:
-    """One linear map of one forward pass, and what went into it: (queries, rows, in), or indices (queries, rows) into a table.
-
-    `first` is the first of its outputs among those of the weight (attention packs three projections into one weight).
-    """
-
-    weight: str | None  # names in the state; None if not adapted
-    bias: str | None
-    given: Tensor
-    shape: tuple[int, ...]  # the weight's own
-    first: int = 0
-    skip: int | None = None  # an index that has no gradient (padding)
-
-    @property
-    def is_table(self) -> bool:
-        return not self.given.is_floating_point()
-
-    @property
-    def outputs(self) -> int:
-        return self.shape[1] if self.is_table else self.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        return self.shape[0] if self.is_table else math.prod(self.shape[1:])
-
-    @property
-    def groups(self) -> int:
-        return 1 if self.is_table else self.given.shape[-1] // self.inputs
-
-    def factors(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of the weight in outer products, (left, right), given that of the outputs, (queries, rows, out)."""
-        g = g if self.skip is None else g * (self.given != self.skip)[..., None]
-        return self._all_outputs(g), self.given
-
-    def matrices(self, g: Tensor) -> Tensor:
-        """The same as it is, (queries, out, in)."""
-        if self.groups > 1:
-            g, given = (t.unflatten(-1, (self.groups, -1)) for t in (g, self.given))
-            return torch.einsum("qpgo,qpgi->qgoi", g, given).flatten(1, 2)
-        return LowRank(((0, *self.factors(g)),)).dense()
-
-    def offsets(self, g: Tensor) -> Tensor:
-        """The gradient of the bias, (queries, out)."""
-        return self._all_outputs(g.sum(1))
-
-    def _all_outputs(self, g: Tensor) -> Tensor:
-        missing = self.outputs - g.shape[-1]
-        return F.pad(g, (self.first, missing - self.first)) if missing else g
-
-
-@dataclass
-class Taps:
-    """What a pass through the model lets hear of its linear maps: the taps, and their outputs, (queries, rows, out) each.
-
-    `probes` are zeros to be added to the outputs, for torch.func.grad, which differentiates by inputs only. `cloned` outputs are
-    safe from modules that work in place.
-    """
-
-    graph: bool
-    cloned: bool = False
-    probes: list[Tensor] | None = None
-    heard: list[Tap] = field(default_factory=list)
-    outs: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    noticed: list[bool] = field(default_factory=list)  # for each gradient that passed, whether it is to be differentiated again
-
-    def listen(self, tap: Tap, out: Tensor) -> Tensor:
-        if self.probes is not None:
-            out = out + self.probes[len(self.heard)]
-        elif not torch.compiler.is_compiling():
-            out = out if out.requires_grad else out.detach().requires_grad_()
-            out.register_hook(functools.partial(_notice, self.noticed))  # not `self`: a cycle would keep the graph alive
-            self.versions.append(out._version)
-        self.heard.append(tap if self.graph else replace(tap, given=tap.given.detach()))
-        self.outs.append(out)
-        return out.clone() if self.cloned or out.is_leaf else out
-
-    @property
-    def differentiated(self) -> bool:
-        """Whether the model or the loss takes derivatives through a linear map, and lets them be differentiated."""
-        return any(self.noticed)
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether a module has changed an output in place, so that its gradient is not that of the linear map."""
-        return [out._version for out in self.outs] != self.versions
-
-
-def _notice(noticed: list[bool], _gradient: Tensor) -> None:
-    noticed.append(torch.is_grad_enabled())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from . import _states as states
 from ._adapt import Adapter, Evaluate, Site, by_module
@@ -18,10 +17,12 @@ from ._bound import Bound
 from ._copies import call_with_copies
 from ._inner import differentiate, gradients
 from ._kernels import plain_kernels
-from ._layers import TAPPED, How, Tap, Taps, Use, rule_for
-from ._recurrent import Unrolled, is_patched
-from ._sites import Around, At, Reading, Seen, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
+from ._layers import TAPPED, Use, rule_for
+from ._places import apart_if_tied, by_rule, site_of, with_rows
+from ._recurrent import Unrolled
+from ._sites import Around, At, Reading, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
+from ._taps import Tap, Taps
 from ._trees import count_rows, map_tensors, model_call, tensors
 
 
@@ -55,10 +56,10 @@ class Weights(Adapter):
         if not chosen:
             raise ValueError(f"{self!r} chooses no parameters; the model has: {', '.join(named) or 'none'}")
         seen = watch(model, x)
-        whole = _with_rows([_site(name, "", name, named[name], "copies", copied=True) for name in named if name in chosen], seen)
+        whole = with_rows([site_of(name, "", name, named[name], "copies", copied=True) for name in named if name in chosen], seen)
         if self.how != "rules":
             return whole
-        sites = _with_rows(_apart_if_tied(_by_rule(model, chosen)), seen)
+        sites = with_rows(apart_if_tied(by_rule(model, chosen)), seen)
         refuse_disorder(s for s in seen if s.name in {site.module for site in sites})
         doubt = None if _is_whole(sites) else self._doubt(model, sites, whole, x)
         if doubt is None:
@@ -212,14 +213,14 @@ def _around(sites: list[Site], state: State, taps: Taps | None, rows: int) -> Ar
     tapped = frozenset(s.key for s in sites if s.how in TAPPED)
     inside = [False]
 
-    def by_rule(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def ruled(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         found = rule_for(module)
         assert found is not None
         if here.rows is None:  # what all queries share (positions) goes through for each of them
             args, kwargs = map_tensors(lambda t: _for_all(t, rows), (args, kwargs))
         return found[1](Use(names, here.rows or 0, queries, state, tapped, taps), forward, module, args, kwargs)
 
-    def by_copies(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def copied(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if inside[0]:  # called by functional_call, with a query's own weights
             return forward(*args, **kwargs)
         inside[0] = True
@@ -231,7 +232,7 @@ def _around(sites: list[Site], state: State, taps: Taps | None, rows: int) -> Ar
         finally:
             inside[0] = False
 
-    return by_copies if here.call else by_rule
+    return copied if here.call else ruled
 
 
 def _for_all(t: Tensor, rows: int) -> Tensor:
@@ -263,49 +264,6 @@ def _refuse_looking_inside(reading: Reading, sites: tuple[Site, ...]) -> None:
     for s in sites:
         if s.call and target.startswith(f"{s.module}."):
             raise ValueError(f"the loss reads {target!r} inside {s.module!r}, which runs under vmap: read {s.module!r} itself")
-
-
-def _site(key: str, module: str, local: str, parameter: nn.Parameter, how: How, copied: bool = False) -> Site:
-    return Site(key, module, int(copied), 0, 0, -1, tuple(parameter.shape), parameter.dtype, how, local)
-
-
-def _by_rule(model: nn.Module, chosen: set[str]) -> list[Site]:
-    """Every chosen parameter in every place where it is used; below a module with such and no rule, all is that module's."""
-    names = {id(p): name for name, p in model.named_parameters() if name in chosen}
-    sites: list[Site] = []
-    covered: set[int] = set()
-    for path, module in model.named_modules():
-        holders = [module, *(child for child in module.children() if isinstance(child, _HOLDERS))]
-        direct = [p for holder in holders for p in holder.parameters(recurse=False)]
-        if id(module) in covered or not any(id(p) in names for p in [*direct, *(module.parameters() if is_parametrized(module) else ())]):
-            continue
-        found = None if is_patched(module) or len(holders) > 1 else rule_for(module)
-        whole = found is None or isinstance(module, nn.MultiheadAttention)  # its output projection is not called as a module
-        if whole:
-            covered |= {id(below) for below in module.modules()}
-        local = [(name, p) for name, p in module.named_parameters(recurse=whole, remove_duplicate=False) if id(p) in names]
-        sites += [_site(names[id(p)], path, name, p, found[0] if found else "copies", found is None) for name, p in local]
-    return sites
-
-
-_HOLDERS = (nn.ParameterList, nn.ParameterDict)  # never called: what they hold is their parent's
-
-
-def _apart_if_tied(sites: list[Site]) -> list[Site]:
-    """A parameter that layers of different kinds share has copies, which all of them can use."""
-    kinds: dict[str, set[str]] = {}
-    for s in sites:
-        kinds.setdefault(s.key, set()).add(s.how)
-    return [s if len(kinds[s.key]) == 1 else replace(s, how="copies") for s in sites]
-
-
-def _with_rows(sites: list[Site], seen: list[Seen]) -> tuple[Site, ...]:
-    """The sites with the dimensions that hold the queries, as far as the trial passes saw their modules run (else the first)."""
-    found: dict[str, dict[int, int | None]] = {}
-    for s in seen:
-        found.setdefault(s.name, {}).setdefault(s.leaf, s.rows)
-    rows = {name: tuple(sorted(leaves.items())) for name, leaves in found.items()}
-    return tuple(replace(s, rows=found.get(s.module, {}).get(0, 0), all_rows=rows.get(s.module, ())) for s in sites)
 
 
 def _nothing_moved(site: Site, queries: int, device: torch.device | None) -> Entry:

@@ -1,0 +1,56 @@
+"""Where the chosen parameters of a model are used, and by which rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from ._adapt import Site
+from ._layers import How, rule_for
+from ._recurrent import is_patched
+from ._sites import Seen
+
+
+def site_of(key: str, module: str, local: str, parameter: nn.Parameter, how: How, copied: bool = False) -> Site:
+    return Site(key, module, int(copied), 0, 0, -1, tuple(parameter.shape), parameter.dtype, how, local)
+
+
+def by_rule(model: nn.Module, chosen: set[str]) -> list[Site]:
+    """Every chosen parameter in every place where it is used; below a module with such and no rule, all is that module's."""
+    names = {id(p): name for name, p in model.named_parameters() if name in chosen}
+    sites: list[Site] = []
+    covered: set[int] = set()
+    for path, module in model.named_modules():
+        holders = [module, *(child for child in module.children() if isinstance(child, _HOLDERS))]
+        direct = [p for holder in holders for p in holder.parameters(recurse=False)]
+        if id(module) in covered or not any(id(p) in names for p in [*direct, *(module.parameters() if is_parametrized(module) else ())]):
+            continue
+        found = None if is_patched(module) or len(holders) > 1 else rule_for(module)
+        whole = found is None or isinstance(module, nn.MultiheadAttention)  # its output projection is not called as a module
+        if whole:
+            covered |= {id(below) for below in module.modules()}
+        local = [(name, p) for name, p in module.named_parameters(recurse=whole, remove_duplicate=False) if id(p) in names]
+        sites += [site_of(names[id(p)], path, name, p, found[0] if found else "copies", found is None) for name, p in local]
+    return sites
+
+
+_HOLDERS = (nn.ParameterList, nn.ParameterDict)  # never called: what they hold is their parent's
+
+
+def apart_if_tied(sites: list[Site]) -> list[Site]:
+    """A parameter that layers of different kinds share has copies, which all of them can use."""
+    kinds: dict[str, set[str]] = {}
+    for s in sites:
+        kinds.setdefault(s.key, set()).add(s.how)
+    return [s if len(kinds[s.key]) == 1 else replace(s, how="copies") for s in sites]
+
+
+def with_rows(sites: list[Site], seen: list[Seen]) -> tuple[Site, ...]:
+    """The sites with the dimensions that hold the queries, as far as the trial passes saw their modules run (else the first)."""
+    found: dict[str, dict[int, int | None]] = {}
+    for s in seen:
+        found.setdefault(s.name, {}).setdefault(s.leaf, s.rows)
+    rows = {name: tuple(sorted(leaves.items())) for name, leaves in found.items()}
+    return tuple(replace(s, rows=found.get(s.module, {}).get(0, 0), all_rows=rows.get(s.module, ())) for s in sites)
