@@ -92,7 +92,7 @@ class Weights(Adapter):
                 answer, ours = by(sites, self, 2)
             except (RuntimeError, ValueError, IndexError, AssertionError) as error:
                 return f"its layers cannot be adapted one by one ({error})"
-        if not torch.allclose(answer, expected, rtol=1e-2):
+        if not torch.allclose(answer, expected, rtol=1e-2, equal_nan=True):
             return "a layer does not compute what its type says"
         wrong = [name for name, g in gradient.items() if (g - ours[name]).abs().max() > 2e-2 * g.abs().max() + 1e-5]
         return f"{wrong[0]!r} is used elsewhere than in the call of its module" if wrong else None
