@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 from torch.nn import functional as F
 
 from ._states import LowRank
@@ -84,6 +85,9 @@ class Taps:
         if self.probes is not None:
             out = out + self.probes[len(self.heard)]
         elif not torch.compiler.is_compiling():
+            if not out.requires_grad and _transformed(out):  # inside torch.func.jvp and the like, which is a derivative as well
+                self.noticed.append(True)
+                return out
             out = out if out.requires_grad else out.detach().requires_grad_()
             out.register_hook(functools.partial(_notice, self.noticed))  # not `self`: a cycle would keep the graph alive
             self.versions.append(out._version)
@@ -100,6 +104,10 @@ class Taps:
     def disturbed(self) -> bool:
         """Whether a module has changed an output in place, so that its gradient is not that of the linear map."""
         return [out._version for out in self.outs] != self.versions
+
+
+def _transformed(t: Tensor) -> bool:
+    return is_functorch_wrapped_tensor(t)
 
 
 def _notice(noticed: list[bool], _gradient: Tensor) -> None:

@@ -62,6 +62,18 @@ def test_a_loss_may_differentiate_the_model():
     assert_exact(mlp(), queries(), pinn, lr=0.02)
 
 
+def test_a_loss_may_use_the_transforms_of_torch_func():
+    def by_grad(model, x):
+        return (torch.func.grad(lambda z: model(z).sum())(x).sum(1) - model(x).sum(1)).square()
+
+    def by_jvp(model, x):
+        value, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        return (slope.sum(1) - value.sum(1)).square()
+
+    for loss in (by_grad, by_jvp):
+        assert_exact(mlp(), queries(), loss, lr=0.02)
+
+
 def test_a_model_may_differentiate_itself():
     torch.manual_seed(0)
     assert_exact(Hamiltonian().double(), queries())
