@@ -51,6 +51,7 @@ class Site:
     local: str = ""  # of a parameter: its name in the module
     all_rows: tuple[tuple[int, int | None], ...] = ()  # of a parameter: `rows` of all the module's inputs (-1, -2, ...) and outputs
     calls: int = 1  # how often the module runs in one forward pass
+    copied: bool = False  # of a parameter: the module has no rule, and runs with a copy of its weights for each query
 
 
 Evaluate = Callable[..., Tensor]  # evaluate(state, taps=None) -> losses, (rows,); `taps` reaches `Adapter.call`

@@ -14,7 +14,7 @@ from ._sites import Seen
 
 
 def site_of(key: str, module: str, local: str, parameter: nn.Parameter, how: How, copied: bool = False) -> Site:
-    return Site(key, module, int(copied), 0, 0, -1, tuple(parameter.shape), parameter.dtype, how, local)
+    return Site(key, module, 0, 0, 0, -1, tuple(parameter.shape), parameter.dtype, how, local, copied=copied)
 
 
 def by_rule(model: nn.Module, chosen: set[str]) -> list[Site]:

@@ -232,7 +232,7 @@ def _around(sites: list[Site], state: State, taps: Taps | None, rows: int) -> Ar
         finally:
             inside[0] = False
 
-    return copied if here.call else ruled
+    return copied if here.copied else ruled
 
 
 def _for_all(t: Tensor, rows: int) -> Tensor:
@@ -256,13 +256,13 @@ class _OwnWeights(Bound):
 
 def _is_whole(sites: tuple[Site, ...]) -> bool:
     """Whether the whole model runs with copies."""
-    return any(s.module == "" and s.how == "copies" and s.call == 1 for s in sites)
+    return any(s.module == "" and s.copied for s in sites)
 
 
 def _refuse_looking_inside(reading: Reading, sites: tuple[Site, ...]) -> None:
     target = ".".join(part for part in (reading.path, reading.below) if part)
     for s in sites:
-        if s.call and target.startswith(f"{s.module}."):
+        if s.copied and target.startswith(f"{s.module}."):
             raise ValueError(f"the loss reads {target!r} inside {s.module!r}, which runs under vmap: read {s.module!r} itself")
 
 
