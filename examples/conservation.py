@@ -3,7 +3,7 @@
 A small network learns the state of a pendulum one time unit ahead from a few noisy transitions. Its predictions gain or lose energy, which
 the exact ones never do. That law needs no labels, so each prediction can be tailored to it: `Tailored(net, Conserve(energy))`.
 Everything is scored on exact transitions; step sizes and numbers of steps are chosen on noisy validation data by `tune`.
-A first table, on seeds 10 to 14, was seen before `meta_lr` was chosen anew on validation data of seeds 0 to 2 (meta-tailoring had looked bad
+A first table, on seeds 10 to 14, was seen before `meta_lr` was chosen anew on validation data of seeds 0 to 2 (meta-tailoring looked bad
 with 1e-3; tailoring gave about -50 % there): that is why the seeds reported are others.
 
     no change              the query itself as the answer: it conserves energy perfectly and is useless
