@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _states as states
+from ._kernels import may_look
 from ._rules import Rule
 from ._states import State
 
@@ -68,7 +69,7 @@ def descend(
         graph = backprop != "none" and torch.is_grad_enabled()
         values, grads = gradient(here, None, step, graph)
         fine = values.isfinite() & states.finite(grads)
-        if graph and not torch.compiler.is_compiling() and not bool(fine.all()):
+        if graph and may_look() and not bool(fine.all()):
             grads = _gradients_of(fine, grads, gradient, here, step)
         values = torch.where(fine, values.detach(), torch.inf)
         grads = states.where(fine, grads)

@@ -79,3 +79,8 @@ def plain_kernels(model: nn.Module, *, graph: bool) -> Iterator[None]:
             switch.off()
             stack.callback(switch.restore)
         yield
+
+
+def may_look() -> bool:
+    """Whether values may be read by Python now: not while dynamo traces the code, nor while a CUDA graph records it."""
+    return not torch.compiler.is_compiling() and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

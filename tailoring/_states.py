@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ._kernels import may_look
+
 START, ZERO = -1, -2  # the keys of the blocks that a state starts with, and of a zero
 
 
@@ -184,7 +186,7 @@ def spread(state: State, rows: Tensor, total: int) -> State:
 
 def where(rows: Tensor, yes: State, no: State | None = None) -> State:
     """The rows of `yes` where `rows` holds; elsewhere those of `no`, or zero."""
-    if not torch.compiler.is_compiling() and bool(rows.all()):  # as nearly always
+    if may_look() and bool(rows.all()):  # as nearly always
         return yes
     return {name: _where(rows, entry, None if no is None else no[name]) for name, entry in yes.items()}
 

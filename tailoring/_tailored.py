@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ._adapt import CN, Adapter, Site
 from ._bound import Bound
 from ._inner import Backprop, Keep, Moment, descend
-from ._kernels import plain_kernels
+from ._kernels import may_look, plain_kernels
 from ._learned import Learned, OwnNames
 from ._records import Batch, Fit, Trace, better, finite_rows, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
@@ -282,7 +282,7 @@ class Tailored(OwnNames):
                 losses.append(moment.values)
                 best = better(best, moment.values, before) if self.keep == "best" else None
             before = moment
-            early = self.stop is not None and self.chunk is None and not torch.compiler.is_compiling()  # all chunks take as many steps
+            early = self.stop is not None and self.chunk is None and may_look()  # all chunks take as many steps
             if early and bool((moment.stopped | moment.failed).all()):
                 break
         assert before is not None
@@ -306,7 +306,7 @@ class Tailored(OwnNames):
                 return self.adapt.call(self.net, batch.sites, state, Reading(), args, kwargs)
 
         out = run(state)
-        if torch.compiler.is_compiling():
+        if not may_look():
             return out, None
         rows = rows_of(state)
         bad = ~finite_rows(out, rows).to(device_of(state))

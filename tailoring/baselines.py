@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ._adapt import CN, Adapter, Evaluate, Shift, Site
 from ._bound import Bound
+from ._kernels import may_look
 from ._sites import Reading
 from ._states import State
 from ._trees import as_call, tensors
@@ -40,7 +41,7 @@ class _AnswersOnly(Bound):
     """A bound model that refuses whatever an offset of the prediction cannot reach."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if may_look():
             given, own = tensors((args, kwargs)), tensors(as_call(self._query))
             if len(given) != len(own) or not all(a is b or torch.equal(a, b) for a, b in zip(given, own, strict=True)):
                 self._refuse("calls the model on other inputs than the query (views, noise)")

@@ -43,7 +43,7 @@ class Conserve(Loss):
             return size.sum(1)
         if len(self.weights) != size.shape[1]:
             raise ValueError(f"there are {len(self.weights)} weights for {size.shape[1]} quantities")
-        return (size * size.new_tensor(self.weights)).sum(1)
+        return torch.stack([w * column for w, column in zip(self.weights, size.unbind(1), strict=True)]).sum(0)
 
 
 class Equivariant(Loss):

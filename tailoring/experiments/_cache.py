@@ -1,0 +1,78 @@
+"""Made data on disk: kept with the settings that made it and a checksum, never half-written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+
+def cached(folder: Path, name: str, settings: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What `make()` returned for these settings (a dataclass): from `folder` if it is there and whole, else made and put there."""
+    wanted = json.dumps(asdict(settings), sort_keys=True)
+    path = folder / f"{name}-{hashlib.sha256(wanted.encode()).hexdigest()[:12]}.safetensors"
+    found = _read(path, wanted)
+    if found is not None:
+        return found
+    make_folder(folder)
+    made = make()
+    write_whole(path, _seal({key: value.contiguous() for key, value in made.items()}, wanted))
+    return made
+
+
+def checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def make_folder(folder: Path) -> None:
+    """Raise before the work, not after it, if nothing could be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"cannot write to {folder} ({error.strerror or error}): choose another folder") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write under another name, then rename: whoever reads `path` finds all of it or the version before."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _seal(tensors: dict[str, Tensor], settings: str) -> bytes:
+    return save(tensors, {"settings": settings, "checksum": checksum(tensors)})
+
+
+def _read(path: Path, wanted: str) -> dict[str, Tensor] | None:
+    """The tensors, or None where there are none, or not whole, or made with other settings."""
+    try:
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        about = json.loads(content[8 : 8 + length])["__metadata__"]
+        tensors = load(content)
+        return tensors if about["settings"] == wanted and about["checksum"] == checksum(tensors) else None
+    except FileNotFoundError:
+        return None
+    except Exception:  # whatever is wrong with a cache, making it again is right
+        return None

@@ -1,0 +1,182 @@
+"""The settings of the planets experiment, and which networks a run trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from . import _nbody
+from ._planet_nets import Network
+
+Backprop = Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of the planets experiment; beside each, where it comes from."""
+
+    out: Path = Path("runs/planets")
+    """folder of the rows, weights and figures"""
+    data: Path = Path("runs/data")
+    """folder of the generated trajectories, shared by runs"""
+    system: _nbody.System = field(default_factory=_nbody.System)
+    """the generator's settings"""
+    split: _nbody.Split = "trajectory"
+    """what the appendix says; family and pair are easier"""
+    split_seed: int = 0
+    """which trajectories go where"""
+    stride: int = 5
+    """integration steps between a state and its target: with 5 to 10 the loss is of the paper's size (.041); with 1, a thirtieth"""
+    parts: tuple[int, int, int] = (500, 300, 500)
+    """trajectories to train, validate and test on (not given in the paper): 50,000 training pairs"""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """of initial weights and batches; the paper ran 2"""
+    width: int = 512
+    """App. E: the best of 128, 256, 512"""
+    epochs: int = 1000
+    """App. E"""
+    batch: int = 1024
+    """not given"""
+    lr: float = 1e-3
+    """Adam with a cosine decay to 0; not given"""
+    weight: float = 2e-3
+    """of the physics regulariser, App. E"""
+    weights: tuple[float, ...] = (0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+    """others to choose from on validation: the paper's, and none"""
+    meta_lrs: tuple[float, ...] = (1e-3, 1e-2)
+    """inner step sizes while meta-training: the paper's, and the best of a sketch"""
+    meta_steps: int = 2
+    """App. E"""
+    lrs: tuple[float, ...] = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+    """step sizes of tailoring and batch TTT to choose from on validation: the paper's and larger ones"""
+    output_lrs: tuple[float, ...] = (1e-5, 1e-4, 3e-4, 1e-3, 1e-2)
+    """of output optimisation; 1e-1 of the paper's grid is far too large here"""
+    weights_lrs: tuple[float, ...] = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+    """of tailoring all weights, whose gradients are larger"""
+    steps: int = 10
+    """tailoring steps at test time, at most"""
+    output_steps: int = 50
+    """of output optimisation and of batch TTT, Table 1"""
+    ttt_batch: int = 6400
+    """Table 1"""
+    rollout: int = 100
+    """steps of the roll-outs"""
+    rollouts: int = 200
+    """how many test trajectories are rolled out"""
+    extras: tuple[Literal["order", "controls", "ablations", "weights", "pairs", "more"], ...] = (
+        "controls",
+        "order",
+        "weights",
+        "pairs",
+        "more",
+        "ablations",
+    )
+    """what to train besides Table 1's networks"""
+    more: int = 5000
+    """training trajectories of "more", early stopping included"""
+    only: str = "*"
+    """train and evaluate only what matches this pattern, e.g. 'inductive*'; the rest can follow in another call"""
+    accelerator: str = "auto"
+    devices: int = 1
+    strategy: str = "auto"
+    precision: Literal["32-true", "bf16-mixed", "64-true"] = "32-true"
+    matmul: Literal["highest", "high"] = "high"
+    """"high" allows TF32 on CUDA"""
+    at_once: int = 12
+    """networks trained side by side on a GPU"""
+    chunk: int = 10000
+    """queries tailored at once"""
+
+
+def quick() -> Config:
+    """Everything in small: the same code in under three minutes on two cores. A demonstration, not evidence; its split is the easy one."""
+    return Config(
+        out=Path("runs/planets-quick"),
+        system=_nbody.System(trajectories=300, slots=1024),
+        split="pair",
+        stride=1,
+        parts=(120, 30, 60),
+        width=128,
+        epochs=40,
+        batch=256,
+        weights=(0.0,),
+        meta_lrs=(1e-2,),
+        lrs=(1e-3, 3e-3),
+        output_lrs=(1e-4, 3e-4),
+        weights_lrs=(1e-5, 1e-4),
+        ttt_batch=6000,
+        rollout=20,
+        rollouts=20,
+        extras=("controls",),
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """One network to train. `steps` = 0 is inductive training."""
+
+    method: str
+    seed: int
+    weight: float
+    epochs: int
+    steps: int = 0
+    lr: float = 0.0
+    backprop: Backprop = "none"
+    outer: Literal["sum", "each"] = "sum"
+    adapt: Literal["cn", "weights", "noise"] = "cn"
+    network: Network = "mlp"
+    width: int = 512
+    norm: bool = False
+    clip: float | None = None
+    trajectories: int = 500
+    stop_early: bool = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def name(self) -> str:
+        parts = [self.method, f"w{self.weight:g}", f"lr{self.lr:g}" if self.steps else "", f"seed{self.seed}"]
+        return "-".join(part for part in parts if part).replace(" ", "_")
+
+
+def plan(config: Config) -> Iterator[Training]:
+    """Every training of a run, the most important first."""
+    c = config
+    for seed in c.seeds:
+        base = Training("inductive", seed, c.weight, c.epochs, width=c.width, trajectories=c.parts[0])
+        meta = replace(base, method="meta", steps=c.meta_steps)
+        yield base
+        yield from (replace(meta, lr=lr) for lr in c.meta_lrs)
+        yield from (replace(meta, method="meta-each", lr=lr, outer="each") for lr in c.meta_lrs)
+        if "controls" in c.extras:
+            yield from (replace(base, weight=w) for w in c.weights)
+            for w in (c.weight, min(c.weights)):
+                yield replace(base, method="inductive-updates", weight=w, epochs=c.meta_steps * c.epochs)
+            yield from (replace(meta, lr=lr, weight=min(c.weights)) for lr in c.meta_lrs)
+            yield from (replace(meta, method="meta-each", outer="each", lr=lr, weight=min(c.weights)) for lr in c.meta_lrs)
+            yield replace(meta, method="noise", adapt="noise", lr=max(c.meta_lrs))
+        if "order" in c.extras:
+            for lr in (1e-4, 1e-3):  # the paper's, where 1e-3 diverged; and that one
+                yield replace(meta, method="second-order", backprop="last", lr=lr)
+                yield replace(meta, method="full-second-order", backprop="all", lr=lr)
+            yield from (replace(meta, method="meta-5-steps", steps=5, lr=lr) for lr in c.meta_lrs)
+        if "weights" in c.extras:
+            yield replace(meta, method="mammoth", adapt="weights", lr=1e-5)
+        if "pairs" in c.extras:
+            pairs = replace(base, method="pairs", network="pairs", width=c.width // 4, weight=0.0, stop_early=True, epochs=c.epochs // 5)
+            yield pairs
+            yield replace(pairs, method="pairs-meta", steps=c.meta_steps, lr=max(c.meta_lrs))
+        if "more" in c.extras:
+            more = replace(
+                base, method="more", trajectories=c.more, epochs=max(1, c.epochs * c.parts[0] // c.more), stop_early=True, weight=0.0
+            )
+            yield more
+            yield replace(more, method="more-meta", steps=c.meta_steps, lr=max(c.meta_lrs))
+        if "ablations" in c.extras and seed == c.seeds[0]:
+            yield from (replace(base, method=f"width-{width}", width=width) for width in (c.width // 4, c.width // 2))
+            yield replace(base, method="batchnorm", norm=True)
+            yield replace(meta, method="second-order-clipped", backprop="last", lr=1e-3, clip=1.0)

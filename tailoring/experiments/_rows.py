@@ -1,0 +1,134 @@
+"""Result rows: one JSON object a line, appended as they come, the config first."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._cache import make_folder
+
+Row = dict[str, Any]
+
+
+class Rows:
+    """The file `rows.jsonl` of a run. Opening it again goes on where the run stopped, if the config is the same.
+
+    The first row holds the experiment's name and config; every session of the run adds one with its commit, versions and device.
+    """
+
+    def __init__(self, folder: Path, experiment: str, config: Any, device: str = "cpu"):
+        make_folder(folder)
+        self.path = folder / "rows.jsonl"
+        head = {"kind": "config", "experiment": experiment, "config": json.loads(json.dumps(asdict(config), default=str))}
+        found = list(read(self.path)) if self.path.exists() else []
+        if found:
+            _refuse_another(self.path, found[0], head)
+            _drop_broken_end(self.path)
+        self._rows = found or []
+        if not found:
+            self.add(**head)
+        self.add(kind="session", **environment(device))
+
+    def add(self, **row: Any) -> None:
+        """Append a row; it is on the disk when this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._rows.append(row)
+
+    def has(self, **fields: Any) -> bool:
+        """Whether a row with these fields was written, in this session or before."""
+        wanted = json.loads(json.dumps(fields))
+        return any(all(row.get(name) == value for name, value in wanted.items()) for row in self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+
+def read(path: Path) -> Iterator[Row]:
+    """The whole rows of a file; a last line that was cut off in the middle is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no result rows at {path}: run the experiment first, or give its folder with --out") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                if number < len(lines):  # only a line that was not finished may be broken
+                    raise ValueError(f"{path}, line {number}: not a JSON row; mend or move the file (nothing was changed)") from None
+
+
+def _drop_broken_end(path: Path) -> None:
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def _refuse_another(path: Path, found: Row, head: Row) -> None:
+    if found.get("kind") != "config" or found.get("experiment") != head["experiment"]:
+        raise ValueError(f"{path} is not a result file of {head['experiment']}: choose another folder with --out (nothing was changed)")
+    differences = [
+        f"{name}: {was!r} there, {now!r} now"
+        for name, was, now in _different(found["config"], head["config"])
+        if name not in ("out", "data")
+    ]
+    if differences:
+        raise ValueError(
+            f"{path} holds results of another config ({'; '.join(differences)}): choose another folder with --out, "
+            "or the same settings to go on (nothing was changed)"
+        )
+
+
+def _different(was: Row, now: Row, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted(was.keys() | now.keys()):
+        a, b = was.get(name), now.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _different(a, b, f"{prefix}{name}.")
+        elif a != b:
+            yield prefix + name, a, b
+
+
+def environment(device: str) -> Row:
+    """Where a result came from."""
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("torch", "tailoring", "lightning-fabric")}},
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "command": " ".join(["tailoring", *sys.argv[1:]]),
+    }
+
+
+def _commit() -> str:
+    """The commit of this source tree, with a + if files differ from it; TAILORING_COMMIT says it where there is no git."""
+    if "TAILORING_COMMIT" in os.environ:
+        return os.environ["TAILORING_COMMIT"]
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,249 @@
+"""Training on Lightning Fabric: several networks side by side, checkpoints, and going on after a kill as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from lightning_fabric import Fabric
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from ._cache import make_folder, write_whole
+
+Progress = Callable[[str, int, int], None]  # what, done, of how many
+
+
+class Objective(Protocol):
+    """What is minimised: `forward(x, y)` is the loss of a batch, `losses(x, y)` the terms that it sums."""
+
+    def __call__(self, x: Any, y: Any) -> Tensor: ...
+    def losses(self, x: Any, y: Any) -> Iterator[Tensor]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+@dataclass(frozen=True)
+class Learner:
+    """One network in training. Batches come in an order that depends on `seed` and epoch alone."""
+
+    name: str  # of its files
+    net: nn.Module
+    objective: nn.Module  # an Objective around the net
+    seed: int
+    each: bool = False  # step after each of the objective's losses (the appendix's outer loop) instead of after their sum
+    validate: Callable[[nn.Module], float] | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    epochs: int
+    batch: int
+    lr: float  # Adam, cosine to 0
+    validations: int = 20  # how often the networks are validated, evenly over the epochs
+    checkpoint_seconds: float = 30.0
+
+
+@dataclass
+class _Run:
+    """A learner as Fabric runs it."""
+
+    learner: Learner
+    module: Any
+    optimizer: Any
+    best: dict[str, Tensor] = field(default_factory=dict)
+    curve: list[tuple[int, float]] = field(default_factory=list)
+
+    def step(self, fabric: Fabric, x: Tensor, y: Tensor) -> None:
+        losses = self.learner.objective.losses(x, y) if self.learner.each else iter([self.module(x, y)])  # type: ignore[operator]
+        for loss in losses:
+            self.optimizer.zero_grad()
+            fabric.backward(loss)
+            self.optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on, by name; the tensors themselves."""
+        found = {f"net.{name}": t for name, t in self.learner.net.state_dict().items()}
+        for i, p in enumerate(self.learner.net.parameters()):
+            found |= {f"adam.{i}.{name}": t for name, t in self.optimizer.optimizer.state[p].items()}
+        return found | {f"best.{name}": t for name, t in self.best.items()}
+
+
+def train(learners: list[Learner], x: Tensor, y: Tensor, schedule: Schedule, *, fabric: Fabric, folder: Path, progress: Progress) -> None:
+    """Train the learners in lockstep on (x, y) and leave `folder/NAME.safetensors` (final) and `NAME.best.safetensors` (on validation).
+
+    On CUDA one graph holds a step of all of them, each in a stream of its own: small networks leave most of a card idle. Killed at any
+    moment, the next call goes on from the last checkpoint, to the same result.
+    """
+    if any(learner.each for learner in learners) and fabric.world_size > 1:
+        raise ValueError(
+            "the appendix's outer loop (a step after each inner step) trains on one device only: use --devices 1, or outer='sum'"
+        )
+    if len(x) < schedule.batch:
+        raise ValueError(f"a batch of {schedule.batch} is larger than the training set of {len(x)} pairs: set --batch")
+    make_folder(folder)
+    rate = torch.tensor(schedule.lr, device=fabric.device)
+    runs = [_set_up(fabric, learner, rate) for learner in learners]
+    checkpoint = _Checkpoint(folder, runs, schedule)
+    start = checkpoint.load()
+    step, index = _stepper(fabric, runs, x, y, schedule.batch // fabric.world_size)
+    every = max(1, schedule.epochs // schedule.validations)
+    steps = len(x) // schedule.batch
+    for epoch in range(start, schedule.epochs):
+        orders = _orders(runs, len(x), epoch, schedule.batch, fabric).to(fabric.device)  # (steps, runs, batch)
+        for i in range(steps):
+            rate.fill_(schedule.lr * (1 + math.cos(math.pi * (epoch + i / steps) / schedule.epochs)) / 2)
+            index.copy_(orders[i])
+            step()
+        if (epoch + 1) % every == 0 or epoch + 1 == schedule.epochs:
+            for run in runs:
+                _validate(run, epoch + 1)
+        if fabric.is_global_zero:
+            checkpoint.save(epoch + 1)
+        progress(_title(learners), epoch + 1, schedule.epochs)
+    if fabric.is_global_zero:
+        for run in runs:
+            _leave_weights(folder, run)
+        checkpoint.path.unlink(missing_ok=True)
+    fabric.barrier()
+
+
+def trained(folder: Path, name: str, *, best: bool = False) -> tuple[dict[str, Tensor], list[tuple[int, float]]] | None:
+    """The weights that `train` left, and the validation losses (epoch, loss) on the way; None if it has not."""
+    path = folder / f"{name}{'.best' if best else ''}.safetensors"
+    if not path.exists():
+        return None
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(about["curve"])  # noqa: SIM118, it is no dict
+
+
+def _set_up(fabric: Fabric, learner: Learner, rate: Tensor) -> _Run:
+    learner.objective.to(fabric.device)
+    optimizer = torch.optim.Adam(learner.net.parameters(), lr=rate, fused=True, capturable=fabric.device.type == "cuda")
+    for p in learner.net.parameters():  # as Adam's first step would make it: a graph must find these where they will stay
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    module, wrapped = fabric.setup(learner.objective, optimizer)
+    return _Run(learner, module, wrapped)
+
+
+def _stepper(fabric: Fabric, runs: list[_Run], x: Tensor, y: Tensor, batch: int) -> tuple[Callable[[], None], Tensor]:
+    """A function that makes one step of every run, on the rows that `index` (runs, batch) holds."""
+    index = torch.zeros(len(runs), batch, dtype=torch.int64, device=fabric.device)
+
+    def one(run: _Run, rows: Tensor) -> None:
+        with fabric.autocast():
+            run.step(fabric, x[rows], y[rows])
+
+    if fabric.device.type != "cuda":
+
+        def in_turn() -> None:
+            for run, rows in zip(runs, index, strict=True):
+                one(run, rows)
+
+        return in_turn, index
+    before = [{name: t.clone() for name, t in run.tensors().items()} for run in runs]
+    streams = [torch.cuda.Stream() for _ in runs]
+
+    def all_at_once() -> None:
+        main = torch.cuda.current_stream()
+        for run, rows, stream in zip(runs, index, streams, strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                one(run, rows)
+        for stream in streams:
+            main.wait_stream(stream)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # libraries choose and load their kernels, which cannot be captured
+        for _ in range(3):
+            all_at_once()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    for run in runs:
+        run.optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        all_at_once()
+    with torch.no_grad():
+        for run, kept in zip(runs, before, strict=True):
+            for name, t in run.tensors().items():
+                t.copy_(kept[name])
+    return graph.replay, index
+
+
+def _orders(runs: list[_Run], rows: int, epoch: int, batch: int, fabric: Fabric) -> Tensor:
+    """(steps, runs, batch / processes): this process's share of every batch of the epoch; the same for runs of one seed."""
+    steps, made = rows // batch, {}
+    for seed in {run.learner.seed for run in runs}:
+        random = torch.Generator().manual_seed(1_000_003 * seed + epoch)
+        made[seed] = torch.randperm(rows, generator=random)[: steps * batch].view(steps, batch)
+    mine = slice(fabric.global_rank, batch - batch % fabric.world_size, fabric.world_size)
+    return torch.stack([made[run.learner.seed][:, mine] for run in runs], 1)
+
+
+def _validate(run: _Run, epoch: int) -> None:
+    if run.learner.validate is None:
+        return
+    run.learner.net.eval()
+    with torch.no_grad():
+        loss = run.learner.validate(run.learner.net)
+    run.learner.net.train()
+    if not run.curve or loss < min(seen for _, seen in run.curve):
+        run.best = {name: t.clone() for name, t in run.learner.net.state_dict().items()}
+    run.curve.append((epoch, loss))
+
+
+class _Checkpoint:
+    """All runs of a group in one file, so that a kill cannot leave them at different epochs."""
+
+    def __init__(self, folder: Path, runs: list[_Run], schedule: Schedule):
+        self.path, self.runs, self.schedule = folder / f"{_title([r.learner for r in runs])}.checkpoint", runs, schedule
+        self.saved = time.monotonic()
+
+    def save(self, epoch: int) -> None:
+        if time.monotonic() - self.saved < self.schedule.checkpoint_seconds or epoch == self.schedule.epochs:
+            return
+        tensors = {f"{i}.{name}": t.detach().cpu().contiguous() for i, run in enumerate(self.runs) for name, t in run.tensors().items()}
+        about = {"epoch": str(epoch), "curves": json.dumps([run.curve for run in self.runs]), "of": self._of()}
+        write_whole(self.path, save(tensors, about))
+        self.saved = time.monotonic()
+
+    def load(self) -> int:
+        """Put the runs where they were; the epoch to go on with."""
+        if not self.path.exists():
+            return 0
+        with safe_open(self.path, "pt") as file, torch.no_grad():
+            about = file.metadata()
+            if about["of"] != self._of():
+                raise ValueError(f"{self.path} belongs to a training with other settings: choose another --out, or move it away")
+            for i, (run, curve) in enumerate(zip(self.runs, json.loads(about["curves"]), strict=True)):
+                run.curve = [(epoch, loss) for epoch, loss in curve]
+                names = [key.split(".", 1)[1] for key in file.keys() if key.startswith(f"{i}.")]  # noqa: SIM118
+                own = run.learner.net.state_dict()
+                run.best = {n[5:]: torch.empty_like(own[n[5:]]) for n in names if n.startswith("best.")}
+                for name, tensor in run.tensors().items():
+                    tensor.copy_(file.get_tensor(f"{i}.{name}"))
+            return int(about["epoch"])
+
+    def _of(self) -> str:
+        return json.dumps([self.schedule.epochs, self.schedule.batch, self.schedule.lr, [run.learner.name for run in self.runs]])
+
+
+def _leave_weights(folder: Path, run: _Run) -> None:
+    about = {"curve": json.dumps(run.curve)}
+    final = {name: t.detach().cpu().contiguous() for name, t in run.learner.net.state_dict().items()}
+    best = {name: t.cpu().contiguous() for name, t in run.best.items()} or final
+    write_whole(folder / f"{run.learner.name}.best.safetensors", save(best, about))
+    write_whole(folder / f"{run.learner.name}.safetensors", save(final, about))  # last: this one says that it is done
+
+
+def _title(learners: list[Learner]) -> str:
+    return learners[0].name + (f" and {len(learners) - 1} more" if len(learners) > 1 else "")

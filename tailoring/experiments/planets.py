@@ -1,0 +1,85 @@
+"""Five planets that should conserve energy and momentum: Sec. 5.1, Table 1 and Figure 2, with their controls and beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from lightning_fabric import Fabric
+
+from . import _nbody
+from ._cache import checksum
+from ._planets_bench import Bench, evaluate, trivial
+from ._planets_plan import Config as Config
+from ._planets_plan import Training, plan
+from ._planets_plan import quick as quick
+from ._rows import Rows
+from ._train import Progress, Schedule, train, trained
+
+
+def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
+    """Run what has not been run yet; the rows are in `config.out`."""
+    torch.set_float32_matmul_precision(config.matmul)
+    fabric = Fabric(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision)
+    fabric.launch()
+    rows = Rows(config.out, "planets", replace(config, only="*"), str(fabric.device)) if fabric.is_global_zero else None
+    with fabric.rank_zero_first():
+        data = _nbody.load(
+            config.data,
+            config.system,
+            stride=config.stride,
+            split=config.split,
+            parts=config.parts,
+            seed=config.split_seed,
+            more=config.more if "more" in config.extras else 0,
+            progress=progress,
+        )
+    bench = Bench(config, data, fabric.device)
+    if rows is not None and not rows.has(kind="data"):
+        rows.add(kind="data", checksum=checksum({"x": data.test.x, "y": data.test.y}), trivial=trivial(bench))
+    for group in _groups(config, fabric):
+        _train(group, bench, data, fabric, progress)
+        if rows is not None:
+            for done, t in enumerate(group):
+                progress("evaluation", done, len(group))
+                evaluate(bench, t, _network(bench, t), rows)
+            progress("evaluation", len(group), len(group))
+        fabric.barrier()
+    return config.out
+
+
+def _groups(config: Config, fabric: Fabric) -> Iterator[list[Training]]:
+    """Trainings that run side by side: of equal length, as many as the device may hold."""
+    chosen = [t for t in dict.fromkeys(plan(config)) if fnmatchcase(t.name, config.only)]
+    if not chosen:
+        raise ValueError(f"nothing matches --only {config.only!r}; a run trains: {', '.join(t.name for t in plan(config))}")
+    size = config.at_once if fabric.device.type == "cuda" else 1
+    alike = sorted(chosen, key=lambda t: (t.network, t.adapt, t.trajectories, t.epochs, t.stop_early))
+    if size == 1:
+        yield from ([t] for t in chosen)
+        return
+    for _, group in groupby(alike, key=lambda t: (t.network, t.adapt, t.trajectories, t.epochs, t.stop_early)):
+        members = list(group)
+        yield from (members[i : i + size] for i in range(0, len(members), size))
+
+
+def _train(group: list[Training], bench: Bench, data: _nbody.Data, fabric: Fabric, progress: Progress) -> None:
+    folder = bench.config.out / "weights"
+    todo = [t for t in group if trained(folder, t.name) is None]
+    if not todo:
+        return
+    part = data.train[: todo[0].trajectories * bench.config.system.kept].to(fabric.device)
+    schedule = Schedule(todo[0].epochs, bench.config.batch, bench.config.lr)
+    train([bench.learner(t) for t in todo], part.x, part.y, schedule, fabric=fabric, folder=folder, progress=progress)
+
+
+def _network(bench: Bench, t: Training) -> torch.nn.Module:
+    found = trained(bench.config.out / "weights", t.name, best=t.stop_early)
+    assert found is not None
+    net = bench.network(t)
+    net.load_state_dict(found[0])
+    return net.eval()
