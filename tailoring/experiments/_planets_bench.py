@@ -126,7 +126,7 @@ def _curve(bench: Bench, net: nn.Module, procedure: str, lr: float, part: _nbody
     if procedure == "projection":
         with torch.no_grad():
             return bench.losses_of(projected(bench.law, part.x, net(part.x)), part)
-    steps = c.output_steps if procedure in ("output", "ttt") else c.steps
+    steps = c.output_steps if procedure in ("output", "ttt") or lr == c.path_lr else c.steps
     return bench.curve(bench.tailored(net, bench.adapter(procedure), steps, lr), part, c.ttt_batch if procedure == "ttt" else None)
 
 

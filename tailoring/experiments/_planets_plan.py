@@ -29,7 +29,7 @@ class Config:
     """which trajectories go where"""
     stride: int = 5
     """integration steps between a state and its target: with 5 to 10 the loss is of the paper's size (.041); with 1, a thirtieth"""
-    parts: tuple[int, int, int] = (500, 300, 500)
+    parts: tuple[int, int, int] = (500, 200, 400)
     """trajectories to train, validate and test on (not given in the paper): 50,000 training pairs"""
     seeds: tuple[int, ...] = (0, 1, 2)
     """of initial weights and batches; the paper ran 2"""
@@ -55,6 +55,8 @@ class Config:
     """of output optimisation; 1e-1 of the paper's grid is far too large here"""
     weights_lrs: tuple[float, ...] = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
     """of tailoring all weights, whose gradients are larger"""
+    path_lr: float = 1e-3
+    """of `lrs`, the small one with which Figure 2 follows the path for `output_steps`"""
     steps: int = 10
     """tailoring steps at test time, at most"""
     output_steps: int = 50
@@ -86,7 +88,7 @@ class Config:
     """"high" allows TF32 on CUDA"""
     at_once: int = 12
     """networks trained side by side on a GPU"""
-    chunk: int = 10000
+    chunk: int = 50000
     """queries tailored at once"""
 
 
@@ -107,6 +109,7 @@ def quick() -> Config:
         output_lrs=(1e-4, 3e-4),
         weights_lrs=(1e-5, 1e-4),
         ttt_batch=6000,
+        chunk=10000,
         rollout=20,
         rollouts=20,
         extras=("controls",),

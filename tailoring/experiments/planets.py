@@ -17,6 +17,7 @@ from ._planets_bench import Bench, evaluate, trivial
 from ._planets_plan import Config as Config
 from ._planets_plan import Training, plan
 from ._planets_plan import quick as quick
+from ._planets_report import report as report
 from ._rows import Rows
 from ._train import Progress, Schedule, train, trained
 
@@ -41,13 +42,14 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     bench = Bench(config, data, fabric.device)
     if rows is not None and not rows.has(kind="data"):
         rows.add(kind="data", checksum=checksum({"x": data.test.x, "y": data.test.y}), trivial=trivial(bench))
-    for group in _groups(config, fabric):
+    groups = list(_groups(config, fabric))
+    for number, group in enumerate(groups):
+        progress("groups", number, len(groups))
         _train(group, bench, data, fabric, progress)
         if rows is not None:
             for done, t in enumerate(group):
-                progress("evaluation", done, len(group))
+                progress(f"evaluation of {t.name}", done, len(group))
                 evaluate(bench, t, _network(bench, t), rows)
-            progress("evaluation", len(group), len(group))
         fabric.barrier()
     return config.out
 

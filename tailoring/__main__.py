@@ -1,0 +1,125 @@
+"""The command `tailoring`: run the experiments and report on them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+EXPERIMENTS = {"planets": "five planets that conserve energy and momentum (Table 1, Figure 2)"}
+
+USAGE = """usage: tailoring COMMAND EXPERIMENT [flags]
+
+  tailoring run EXPERIMENT            full settings (a GPU helps); stopped at any moment, the same command goes on
+  tailoring run EXPERIMENT --quick    the same in small, minutes on two cores
+  tailoring run EXPERIMENT --help     all settings
+  tailoring report EXPERIMENT         tables on the screen, figures and an HTML page beside the rows [--out DIR | --quick]
+
+experiments:
+"""
+
+
+def main(args: list[str] | None = None) -> int:
+    args = sys.argv[1:] if args is None else args
+    try:
+        return _main(args)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _main(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help") or args[1:] in ([], ["-h"], ["--help"]):
+        if args and args[0] not in ("-h", "--help"):
+            _choose(args[0], {"run": "", "report": ""}, "command")
+        print(USAGE + "".join(f"  {name:<12}{what}\n" for name, what in EXPERIMENTS.items()), end="")
+        return 0 if args else 2
+    command = _choose(args[0], {"run": "", "report": ""}, "command")
+    experiment = _load(_choose(args[1], EXPERIMENTS, "experiment"))
+    return (_run if command == "run" else _report)(experiment, args[1], args[2:])
+
+
+def _choose(given: str, known: dict[str, str], what: str) -> str:
+    if given in known:
+        return given
+    near = difflib.get_close_matches(given, known, 1, 0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"unknown {what} {given!r}{hint} (there is: {', '.join(known)})")
+
+
+def _load(name: str) -> Any:
+    try:
+        for needed in ("tyro", "rich"):
+            importlib.import_module(needed)
+        return importlib.import_module(f"tailoring.experiments.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tailoring"):
+            raise
+        raise OSError(f"the experiments need {error.name}: pip install 'tailoring[experiments]'") from None
+
+
+def _run(experiment: Any, name: str, args: list[str]) -> int:
+    import tyro
+
+    quick = "--quick" in args
+    default = experiment.quick() if quick else experiment.Config()
+    flags = [arg for arg in args if arg != "--quick"]
+    config = tyro.cli(experiment.Config, default=default, args=flags, prog=f"tailoring run {name}{' --quick' if quick else ''}")
+    with _progress() as progress:
+        out = experiment.run(config, progress)
+    return _show(experiment, out)
+
+
+def _report(experiment: Any, name: str, args: list[str]) -> int:
+    import tyro
+
+    def where(quick: bool = False, out: Path | None = None) -> Path:
+        """Tables on the screen, figures (PNG, SVG) and one HTML page beside the rows.
+
+        Args:
+            quick: report on the quick run.
+            out: folder of the run.
+        """
+        return out or (experiment.quick() if quick else experiment.Config()).out
+
+    return _show(experiment, tyro.cli(where, args=args, prog=f"tailoring report {name}"))
+
+
+def _show(experiment: Any, out: Path) -> int:
+    print(experiment.report(out))
+    print(f"\nrows, figures and report.html: {out}")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for the whole and one for what is being done, with the time left of each."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:<44.44}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+        shown = [""]
+
+        def progress(what: str, done: int, total: int) -> None:
+            kind = "whole" if what == "groups" else "part"
+            if kind not in tasks or (kind == "part" and shown[0] != what):
+                if kind in tasks:
+                    bars.remove_task(tasks.pop(kind))
+                tasks[kind] = bars.add_task("all of it" if kind == "whole" else what, total=total)
+                shown[0] = what if kind == "part" else shown[0]
+            bars.update(tasks[kind], completed=done, total=total)
+
+        yield progress
+
+
+if __name__ == "__main__":
+    sys.exit(main())
