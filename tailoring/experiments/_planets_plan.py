@@ -37,7 +37,7 @@ class Config:
     """App. E: the best of 128, 256, 512"""
     epochs: int = 1000
     """App. E"""
-    batch: int = 1024
+    batch: int = 2048
     """not given"""
     lr: float = 1e-3
     """Adam with a cosine decay to 0; not given"""
@@ -50,10 +50,12 @@ class Config:
     meta_steps: int = 2
     """App. E"""
     lrs: tuple[float, ...] = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-    """step sizes of tailoring and batch TTT to choose from on validation: the paper's and larger ones"""
-    output_lrs: tuple[float, ...] = (1e-5, 1e-4, 3e-4, 1e-3, 1e-2)
-    """of output optimisation; 1e-1 of the paper's grid is far too large here"""
-    weights_lrs: tuple[float, ...] = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+    """step sizes of tailoring to choose from on validation: the paper's and larger ones"""
+    ttt_lrs: tuple[float, ...] = (1e-3, 1e-2, 3e-2, 1e-1)
+    """of batch TTT"""
+    output_lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 1e-2, 3e-2)
+    """of output optimisation: the paper's, but for 1e-1, which it found too large"""
+    weights_lrs: tuple[float, ...] = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3)
     """of tailoring all weights, whose gradients are larger"""
     path_lr: float = 1e-3
     """of `lrs`, the small one with which Figure 2 follows the path for `output_steps`"""
@@ -78,8 +80,8 @@ class Config:
     """what to train besides Table 1's networks"""
     more: int = 5000
     """training trajectories of "more", early stopping included"""
-    only: str = "*"
-    """train and evaluate only what matches this pattern, e.g. 'inductive*'; the rest can follow in another call"""
+    only: tuple[str, ...] = ("*",)
+    """train and evaluate only what matches these patterns, e.g. 'inductive*'; the rest can follow in another call"""
     accelerator: str = "auto"
     devices: int = 1
     strategy: str = "auto"
@@ -106,6 +108,7 @@ def quick() -> Config:
         weights=(0.0,),
         meta_lrs=(1e-2,),
         lrs=(1e-3, 3e-3),
+        ttt_lrs=(1e-3,),
         output_lrs=(1e-4, 3e-4),
         weights_lrs=(1e-5, 1e-4),
         ttt_batch=6000,
@@ -163,12 +166,12 @@ def plan(config: Config) -> Iterator[Training]:
             yield from (replace(meta, method="meta-each", outer="each", lr=lr, weight=min(c.weights)) for lr in c.meta_lrs)
             yield replace(meta, method="noise", adapt="noise", lr=max(c.meta_lrs))
         if "order" in c.extras:
-            for lr in (1e-4, 1e-3):  # the paper's, where 1e-3 diverged; and that one
+            for lr in (1e-4, 1e-3)[: 2 if seed == c.seeds[0] else 1]:  # the paper's, where 1e-3 diverged; and that one, once
                 yield replace(meta, method="second-order", backprop="last", lr=lr)
                 yield replace(meta, method="full-second-order", backprop="all", lr=lr)
-            yield from (replace(meta, method="meta-5-steps", steps=5, lr=lr) for lr in c.meta_lrs)
+            yield replace(meta, method="meta-5-steps", steps=5, lr=max(c.meta_lrs))
         if "weights" in c.extras:
-            yield replace(meta, method="mammoth", adapt="weights", lr=1e-5)
+            yield replace(meta, method="mammoth", adapt="weights", lr=1e-4)  # falls as fast as with CN and 1e-3
         if "pairs" in c.extras:
             pairs = replace(base, method="pairs", network="pairs", width=c.width // 4, weight=0.0, stop_early=True, epochs=c.epochs // 5)
             yield pairs

@@ -27,7 +27,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     torch.set_float32_matmul_precision(config.matmul)
     fabric = Fabric(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision)
     fabric.launch()
-    rows = Rows(config.out, "planets", replace(config, only="*"), str(fabric.device)) if fabric.is_global_zero else None
+    rows = Rows(config.out, "planets", replace(config, only=("*",)), str(fabric.device)) if fabric.is_global_zero else None
     with fabric.rank_zero_first():
         data = _nbody.load(
             config.data,
@@ -56,9 +56,9 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
 
 def _groups(config: Config, fabric: Fabric) -> Iterator[list[Training]]:
     """Trainings that run side by side: of equal length, as many as the device may hold."""
-    chosen = [t for t in dict.fromkeys(plan(config)) if fnmatchcase(t.name, config.only)]
+    chosen = [t for t in dict.fromkeys(plan(config)) if any(fnmatchcase(t.name, pattern) for pattern in config.only)]
     if not chosen:
-        raise ValueError(f"nothing matches --only {config.only!r}; a run trains: {', '.join(t.name for t in plan(config))}")
+        raise ValueError(f"nothing matches --only {' '.join(config.only)}; a run trains: {', '.join(t.name for t in plan(config))}")
     size = config.at_once if fabric.device.type == "cuda" else 1
     alike = sorted(chosen, key=lambda t: (t.network, t.adapt, t.trajectories, t.epochs, t.stop_early))
     if size == 1:
