@@ -139,7 +139,7 @@ def _curve(bench: Bench, net: nn.Module, procedure: str, lr: float, part: _nbody
             return bench.losses_of(projected(bench.law, part.x, net(part.x)), part)
     if procedure == "ttt" and part is bench.validation:
         part = part[: c.ttt_batch]  # one batch suffices to choose a step size
-    steps = c.output_steps if procedure in ("output", "ttt") or lr == c.path_lr else c.steps
+    steps = c.output_steps if procedure in ("output", "ttt") or (procedure == "tailoring" and lr == c.path_lr) else c.steps
     return bench.curve(bench.tailored(net, bench.adapter(procedure), steps, lr), part, c.ttt_batch if procedure == "ttt" else None)
 
 
