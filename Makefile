@@ -3,8 +3,8 @@ BIN := .venv/bin
 
 .PHONY: demo test lint wheel clean
 
-demo: .venv/ready      ## set up .venv and run the main job
-	$(BIN)/python examples/conservation.py
+demo: .venv/ready      ## set up .venv and print Table 1 from a small run
+	$(BIN)/tailoring run planets --quick --out runs/demo
 
 test: .venv/ready      ## set up .venv, then run the linters and all the tests
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

@@ -43,8 +43,9 @@ class Estimate:
     def percent(self) -> str:
         if not math.isfinite(self.mean):
             return "diverged"
-        spread = f" ± {100 * self.error:.1f}" if len(self.values) > 1 else ""
-        return f"{100 * self.mean:.1f}{spread}{'' if self.clear else ' ?'}"
+        if len(self.values) == 1:
+            return f"{100 * self.mean:.1f}"
+        return f"{100 * self.mean:.1f} ± {100 * self.error:.1f}{'' if self.clear else ' ?'}"
 
     def __str__(self) -> str:
         return f"{self.mean:.4g}" if math.isfinite(self.mean) else "diverged"

@@ -49,7 +49,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
         if rows is not None:
             for done, t in enumerate(group):
                 progress(f"evaluation of {t.name}", done, len(group))
-                evaluate(bench, t, _network(bench, t), rows)
+                evaluate(bench, t, build_network(bench, t), rows)
         fabric.barrier()
     return config.out
 
@@ -79,7 +79,8 @@ def _train(group: list[Training], bench: Bench, data: _nbody.Data, fabric: Fabri
     train([bench.learner(t) for t in todo], part.x, part.y, schedule, fabric=fabric, folder=folder, progress=progress)
 
 
-def _network(bench: Bench, t: Training) -> torch.nn.Module:
+def build_network(bench: Bench, t: Training) -> torch.nn.Module:
+    """The network that a training left, ready to predict."""
     found = trained(bench.config.out / "weights", t.name, best=t.stop_early)
     assert found is not None
     net = bench.network(t)
