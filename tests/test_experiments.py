@@ -23,7 +23,7 @@ from tailoring.experiments._planets_bench import Bench, noise_losses
 from tailoring.experiments._planets_plan import Training, plan
 from tailoring.experiments._planets_report import PAPER, Results, tables
 from tailoring.experiments._report import Estimate, Table
-from tailoring.experiments._rows import Rows, read
+from tailoring.experiments._rows import Rows, read, read_folder
 from tailoring.experiments._train import Learner, Schedule, train, trained
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +80,17 @@ def test_results_of_another_config_are_refused_and_kept(tmp_path):
     with pytest.raises(ValueError, match="not a result file of y"):
         Rows(tmp_path, "y", Settings())
     assert path.read_text() == before
+
+
+def test_parts_of_one_run_are_read_together(tmp_path):
+    Rows(tmp_path, "x", Settings()).add(name="a")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "rows-a.jsonl")
+    Rows(tmp_path, "x", Settings(out=Path("there"))).add(name="b")
+    assert {row.get("name") for row in read_folder(tmp_path)} >= {"a", "b"}
+    (tmp_path / "rows.jsonl").rename(tmp_path / "rows-b.jsonl")
+    Rows(tmp_path, "x", Settings(lr=0.3)).add(name="c")
+    with pytest.raises(ValueError, match="another config"):
+        read_folder(tmp_path)
 
 
 # Training

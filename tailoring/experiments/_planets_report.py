@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ._report import Estimate, Picture, Table, about, new_figure, write
-from ._rows import Row, read
+from ._rows import Row, read_folder
 
 # Table 1 of the paper: loss, relative improvement in %
 PAPER = {
@@ -317,7 +317,7 @@ def _roll_outs(results: Results) -> Picture | None:
 
 def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
-    results = Results(read(folder / "rows.jsonl"))
+    results = Results(read_folder(folder))
     made, drawn = tables(results), pictures(results)
     if not made:
         return "These rows hold no inductive network yet, so there is nothing to compare with."

@@ -18,6 +18,7 @@ import torch
 from ._cache import make_folder
 
 Row = dict[str, Any]
+HOW = {"out", "data", "only", "at_once", "chunk", "accelerator", "devices", "strategy"}  # fields that say how to compute, not what
 
 
 class Rows:
@@ -71,6 +72,17 @@ def read(path: Path) -> Iterator[Row]:
                     raise ValueError(f"{path}, line {number}: not a JSON row; mend or move the file (nothing was changed)") from None
 
 
+def read_folder(folder: Path) -> list[Row]:
+    """The rows of a run: `rows.jsonl`, and `rows-*.jsonl` of other machines that ran parts of it with the same config (`--only`)."""
+    rows: list[Row] = []
+    for path in sorted(folder.glob("rows*.jsonl")) or [folder / "rows.jsonl"]:
+        part = list(read(path))
+        if rows:
+            _refuse_another(path, part[0], rows[0])
+        rows += part
+    return rows
+
+
 def _drop_broken_end(path: Path) -> None:
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
@@ -81,11 +93,7 @@ def _drop_broken_end(path: Path) -> None:
 def _refuse_another(path: Path, found: Row, head: Row) -> None:
     if found.get("kind") != "config" or found.get("experiment") != head["experiment"]:
         raise ValueError(f"{path} is not a result file of {head['experiment']}: choose another folder with --out (nothing was changed)")
-    differences = [
-        f"{name}: {was!r} there, {now!r} now"
-        for name, was, now in _different(found["config"], head["config"])
-        if name not in ("out", "data")
-    ]
+    differences = [f"{name}: {was!r} there, {now!r} now" for name, was, now in _different(found["config"], head["config"])]
     if differences:
         raise ValueError(
             f"{path} holds results of another config ({'; '.join(differences)}): choose another folder with --out, "
@@ -94,7 +102,7 @@ def _refuse_another(path: Path, found: Row, head: Row) -> None:
 
 
 def _different(was: Row, now: Row, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted(was.keys() | now.keys()):
+    for name in sorted((was.keys() | now.keys()) - (set() if prefix else HOW)):
         a, b = was.get(name), now.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             yield from _different(a, b, f"{prefix}{name}.")

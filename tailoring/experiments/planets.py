@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +26,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     torch.set_float32_matmul_precision(config.matmul)
     fabric = Fabric(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision)
     fabric.launch()
-    rows = Rows(config.out, "planets", replace(config, only=("*",)), str(fabric.device)) if fabric.is_global_zero else None
+    rows = Rows(config.out, "planets", config, str(fabric.device)) if fabric.is_global_zero else None
     with fabric.rank_zero_first():
         data = _nbody.load(
             config.data,
