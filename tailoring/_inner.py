@@ -57,22 +57,25 @@ def descend(
     `backprop` says which inner gradients an outer gradient sees: none of them (constants), the last one, or all. It matters only
     while the caller has gradients enabled; each step reads that afresh, and no mode leaks out to the caller at a yield.
     """
-    base = start()
+    base = reached = start()
     moved = states.zero_like(base)
     memory = rule.init(moved)
     taken = torch.zeros(states.rows_of(base), dtype=torch.int64, device=states.device_of(base))
     failed = stopped = taken > 0
     yield Moment(base, home or base, None, taken, failed, stopped)
     for step in range(steps):
-        base = start()
-        here = states.add(base, moved)
+        before, base = base, start()
+        here = reached if base is before and backprop != "last" else states.add(base, moved)
         graph = backprop != "none" and torch.is_grad_enabled()
         values, grads = gradient(here, None, step, graph)
-        fine = values.isfinite() & states.finite(grads)
+        fine = values.isfinite()
+        if graph or not rule.passes_on:
+            fine = fine & states.finite(grads)
         if graph and may_look() and not bool(fine.all()):
             grads = _gradients_of(fine, grads, gradient, here, step)
         values = torch.where(fine, values.detach(), torch.inf)
-        grads = states.where(fine, grads)
+        if graph or not rule.passes_on:
+            grads = states.where(fine, grads)
         if not rule.searches or step == 0:
             failed = failed | ~fine
         if stop is not None:
@@ -87,7 +90,8 @@ def descend(
             moved, memory, _ = _advance(rule, constant, carried, step)
         failed = failed | ~sound
         taken = torch.where(failed, 0, taken + moving)
-        yield Moment(states.add(base, shown), home or base, values, taken, failed, stopped)
+        reached = states.add(base, shown)
+        yield Moment(reached, home or base, values, taken, failed, stopped)
 
 
 def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor], step: int) -> tuple[State, Any, Tensor]:

@@ -29,6 +29,7 @@ class Rule(Protocol):
     general: bool  # works on every state; else on tensors only
     searches: bool  # takes back a step that made a loss infinite, so that is no failure
     differentiable: bool
+    passes_on: bool  # what is not finite in a gradient is not finite in its move either, so that looking at the moves suffices
 
     def init(self, moved: State) -> Any: ...
 
@@ -45,6 +46,7 @@ class Descent:
     general = True
     searches = False
     differentiable = True
+    passes_on = True
 
     def __init__(self, lr: Rates, *, momentum: float = 0.0, clip: float | None = None, proximal: float = 0.0):
         self.lr, self.momentum, self.clip, self.proximal = lr, momentum, clip, proximal
@@ -109,6 +111,7 @@ class Functional:
     general = False
     searches = False
     differentiable = True
+    passes_on = False
 
     def __init__(self, optimizer: Any):
         missing = [name for name in ("init", "update") if not callable(getattr(optimizer, name, None))]
@@ -142,6 +145,7 @@ class LBFGS:
     general = False
     searches = True
     differentiable = False
+    passes_on = False
 
     def __init__(self, *, first_step: float = 1.0, history: int = 10, armijo: float = 1e-4):
         if not (first_step > 0 and history > 0 and 0 < armijo < 1):

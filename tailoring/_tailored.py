@@ -233,9 +233,11 @@ class Tailored(OwnNames):
         rows = self.adapt.rows(batch.queries)
         needed = self._needed_unchanged()
         versions = [p._version for p in needed]
+        start = self._identity(batch, rows) if batch.start is None else batch.start
+        learned = batch.start is None and self.tailoring.wants_start  # then it may train between two steps, and is asked for afresh
         loop = descend(
             functools.partial(self._gradient, batch),
-            lambda: self._identity(batch, rows) if batch.start is None else batch.start,
+            lambda: self._identity(batch, rows) if learned else start,
             self.rule,
             steps=self.steps,
             backprop=self.backprop,

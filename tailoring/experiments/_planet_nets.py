@@ -91,7 +91,7 @@ class Invariants:
         return self._evaluate(state)
 
     def _formula(self, state: Tensor) -> Tensor:
-        bodies = torch.addcmul(self.mean, state, self.std).unflatten(1, (BODIES, 5))
+        bodies = (state * self.std + self.mean).unflatten(1, (BODIES, 5))
         velocity, mass = bodies[..., 2:4], bodies[..., 4:]
         # Five bodies in a circle: every pair is one step or two apart, so two rolls meet all ten. (Indexing by pairs has a slow gradient.)
         others = torch.cat([bodies.roll(1, 1), bodies.roll(2, 1)], 1)
