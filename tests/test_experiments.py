@@ -21,7 +21,8 @@ from tailoring.experiments import planets
 from tailoring.experiments._nbody import System
 from tailoring.experiments._planets_bench import Bench, noise_losses
 from tailoring.experiments._planets_plan import Training, plan
-from tailoring.experiments._planets_report import PAPER, Results, tables
+from tailoring.experiments._planets_report import PAPER, tables
+from tailoring.experiments._planets_results import Results
 from tailoring.experiments._report import Estimate, Table
 from tailoring.experiments._rows import Rows, read, read_folder
 from tailoring.experiments._train import Learner, Schedule, train, trained

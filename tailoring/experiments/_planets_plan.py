@@ -166,6 +166,8 @@ def plan(config: Config) -> Iterator[Training]:
                 yield replace(meta, lr=lr, weight=w)
                 yield replace(meta, method="meta-each", outer="each", lr=lr, weight=w)
             yield replace(meta, method="noise", adapt="noise", lr=max(c.meta_lrs))
+            yield replace(meta, method="noise-each", adapt="noise", lr=max(c.meta_lrs), outer="each")
+            yield replace(meta, method="batches-twice", outer="each", lr=0.0)  # as meta-each, but tailoring does not move
         if "order" in c.extras:
             for lr in (1e-4, 1e-3)[: 2 if seed == c.seeds[0] else 1]:  # the paper's, where 1e-3 diverged; and that one, once
                 yield replace(meta, method="second-order", backprop="last", lr=lr)

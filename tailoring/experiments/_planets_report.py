@@ -1,15 +1,14 @@
-"""Table 1 and Figure 2 from result rows, with the paper's numbers beside ours."""
+"""Table 1 from result rows, with the paper's numbers beside ours."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ._report import Estimate, Picture, Table, about, new_figure, write
-from ._rows import Row, read_folder
+from ._planets_figures import pictures
+from ._planets_results import Chosen, Results, Setting
+from ._report import Estimate, Table, about, write
+from ._rows import read_folder
 
 # Table 1 of the paper: loss, relative improvement in %
 PAPER = {
@@ -26,81 +25,13 @@ PAPER = {
     "second-order": (None, "about 20"),
 }
 
-Setting = tuple[str, float, float]  # method, weight of the physics regulariser, inner step size in training
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A setting of training and prediction, chosen on validation data."""
-
-    setting: Setting
-    procedure: str
-    lr: float
-    names: tuple[str, ...]  # of the networks, one for each seed
-
-
-class Results:
-    """The rows of a run, by network, procedure, step size and part of the data."""
-
-    def __init__(self, rows: Iterable[Row]):
-        self.rows = list(rows)
-        self.config = next(r["config"] for r in self.rows if r["kind"] == "config")
-        self.trivial = next((r["trivial"] for r in self.rows if r["kind"] == "data"), None)
-        self.curves = {(r["name"], r["procedure"], r["lr"], r["part"]): r for r in self.rows if r["kind"] == "result"}
-        self.nets: dict[Setting, dict[int, str]] = defaultdict(dict)
-        for r in self.curves.values():
-            t = r["training"]
-            self.nets[t["method"], t["weight"], t["lr"]][t["seed"]] = r["name"]
-
-    def loss(self, name: str, procedure: str, lr: float, part: str, steps: int) -> float:
-        value = self.curves[name, procedure, lr, part]["mse"][steps]
-        return value if math.isfinite(value) else math.inf
-
-    def choose(self, settings: Sequence[Setting], procedure: str, steps: int) -> Chosen | None:
-        """The setting (and step size) with the lowest mean validation loss after `steps` steps, of those that all seeds have."""
-        best: tuple[float, Chosen] | None = None
-        for setting in settings:
-            names = tuple(self.nets[setting][seed] for seed in sorted(self.nets[setting])) if setting in self.nets else ()
-            for lr in sorted({key[2] for key in self.curves if key[0] in names and key[1] == procedure}):
-                if not all((name, procedure, lr, part) in self.curves for name in names for part in ("validation", "test")):
-                    continue
-                loss = sum(self.loss(name, procedure, lr, "validation", steps) for name in names) / len(names)
-                if best is None or loss < best[0]:
-                    best = loss, Chosen(setting, procedure, lr, names)
-        return best and best[1]
-
-    def settings(self, method: str, weight: float | None = None, lr: float | None = None) -> list[Setting]:
-        found = [s for s in self.nets if s[0] == method and weight in (None, s[1]) and lr in (None, s[2])]
-        most = max((len(self.nets[s]) for s in found), default=0)
-        return [s for s in found if len(self.nets[s]) == most]
-
-    def test(self, chosen: Chosen, steps: int) -> Estimate:
-        return Estimate(tuple(self.loss(name, chosen.procedure, chosen.lr, "test", steps) for name in chosen.names))
-
-    def seed_of(self, name: str) -> int:
-        return next(r["training"]["seed"] for key, r in self.curves.items() if key[0] == name)
-
-    def gain(self, chosen: Chosen, steps: int, base: Chosen) -> Estimate | None:
-        """The fall of the test loss relative to `base` (plain), seed by seed: 1 - loss / loss of the base with the same seed."""
-        of_seed = {self.seed_of(name): name for name in base.names}
-        pairs = [(name, of_seed[self.seed_of(name)]) for name in chosen.names if self.seed_of(name) in of_seed]
-        if not pairs:
-            return None
-        part = "test"
-        return Estimate(
-            tuple(
-                1 - self.loss(a, chosen.procedure, chosen.lr, part, steps) / self.loss(b, base.procedure, base.lr, part, 0)
-                for a, b in pairs
-            )
-        )
-
 
 def tables(results: Results) -> list[Table]:
     c = results.config
     base = results.choose(results.settings("inductive", c["weight"]), "tailoring", 0)
     if base is None:
         return []
-    strongest = results.choose(results.settings("inductive") + results.settings("inductive-updates"), "tailoring", 0) or base
+    strongest = results.choose(_inductive(results), "tailoring", 0) or base
     line = _lines(results, base, strongest)
     rows: list[Sequence[str]] = []
     for name, label in (("identity", "predict the input"), ("constant velocity", "constant velocity")):
@@ -126,7 +57,7 @@ def tables(results: Results) -> list[Table]:
         _ruled(rows),
         "better %: fall of the loss relative to `inductive`, seed by seed, ± standard error over the "
         f"{len(base.names)} seed(s); ?: no larger than the spread explains (95 %). vs best %: relative to the best inductive "
-        f"network of all physics weights and lengths of training ({_setting(strongest)}). Settings were chosen on validation data.",
+        f"network of all physics weights and lengths of training ({_setting(strongest, 0)}). Settings were chosen on validation data.",
     )
     more: list[Sequence[str]] = []
     after = _within({0: "", steps: ""}, steps)
@@ -138,7 +69,8 @@ def tables(results: Results) -> list[Table]:
     zero = c["weights"][0] if c["weights"] else None
     add("control: inductive, as many updates", results.settings("inductive-updates", w))
     add("control: inductive, own best weight", results.settings("inductive"))
-    add("control: both", results.settings("inductive") + results.settings("inductive-updates"))
+    add("control: inductive, every batch twice", results.settings("batches-twice"))
+    add("control: best inductive of all", _inductive(results))
     add("meta-tailoring, own best weight", results.settings("meta"))
     add("same, w after each inner step", results.settings("meta-each"))
     if zero == 0:
@@ -146,6 +78,7 @@ def tables(results: Results) -> list[Table]:
         add("no regulariser: meta-tailoring", results.settings("meta", zero))
         add("no regulariser: same, w after each", results.settings("meta-each", zero))
     add("control: random CN noise", results.settings("noise"))
+    add("same, w after each noise", results.settings("noise-each"))
     add("paper's lr 1e-3: meta-tailoring", results.settings("meta", w, 1e-3))
     add("paper's lr 1e-3: same, w after each", results.settings("meta-each", w, 1e-3))
     more.append(())
@@ -206,7 +139,7 @@ def _ablations(results: Results) -> Table | None:
         chosen = results.choose(settings, "tailoring", steps)
         if chosen and base:
             losses = [results.loss(name, "tailoring", chosen.lr, "validation", steps) for name in chosen.names]
-            rows.append((label, str(Estimate(tuple(losses))), str(len(losses)), _setting(chosen)))
+            rows.append((label, str(Estimate(tuple(losses))), str(len(losses)), _setting(chosen, steps)))
     if not any(row[0].startswith(("width", "batch")) for row in rows):
         return None
     return Table("Ablations, on validation data", ("network", "validation loss", "seeds", "setting"), rows)
@@ -232,7 +165,7 @@ def _lines(results: Results, base: Chosen, other: Chosen) -> Callable[..., list[
                         *cells,
                         "" if loss is None else f"{loss:.3f}",
                         relative or "",
-                        _setting(chosen),
+                        _setting(chosen, steps),
                     )
                 )
         return made
@@ -244,11 +177,15 @@ def _against(results: Results, base: Chosen, loss: float) -> str:
     return Estimate(tuple(1 - loss / results.loss(name, base.procedure, base.lr, "test", 0) for name in base.names)).percent()
 
 
-def _setting(chosen: Chosen) -> str:
+def _inductive(results: Results) -> list[Setting]:
+    return [s for method in ("inductive", "inductive-updates", "batches-twice") for s in results.settings(method)]
+
+
+def _setting(chosen: Chosen, steps: int) -> str:
     method, weight, lr = chosen.setting
     trained = f", trained with lr {lr:g}" if lr else ""
-    long = ", twice the updates" if method == "inductive-updates" else ""
-    return f"w {weight:g}{trained}{long}; lr {chosen.lr:g}" if chosen.lr else f"w {weight:g}{trained}{long}"
+    long = {"inductive-updates": ", twice the updates", "batches-twice": ", batches twice"}.get(method, "")
+    return f"w {weight:g}{trained}{long}" + (f"; lr {chosen.lr:g}" if chosen.lr and steps else "")
 
 
 def _ruled(rows: list[Sequence[str]]) -> list[Sequence[str]]:
@@ -258,61 +195,6 @@ def _ruled(rows: list[Sequence[str]]) -> list[Sequence[str]]:
 
 def _within(shown: dict[int, str], steps: int) -> dict[int, str]:
     return {s: paper for s, paper in shown.items() if s <= steps}
-
-
-def pictures(results: Results) -> list[Picture]:
-    return [p for p in (_paths(results), _roll_outs(results)) if p is not None]
-
-
-def _paths(results: Results) -> Picture | None:
-    """Figure 2: from right to left, the physics loss falls; does the task loss?"""
-    c = results.config
-    wanted = [
-        ("tailoring", "inductive", "tailoring", c["path_lr"]),
-        ("batch TTT", "inductive", "ttt", c["path_lr"]),
-        ("output", "inductive", "output", max([lr for lr in c["output_lrs"] if lr <= 3e-4] or c["output_lrs"][:1])),
-        ("meta-tailoring", "meta", "tailoring", c["path_lr"]),
-        ("meta-tailoring, w after each step", "meta-each", "tailoring", c["path_lr"]),
-    ]
-    figure, (ax,) = new_figure(6.5, 4.2)
-    drawn = 0
-    for label, method, procedure, lr in wanted:
-        chosen = results.choose(results.settings(method, c["weight"]), procedure, c["steps"])
-        curve = chosen and results.curves.get((chosen.names[0], procedure, lr, "test"))
-        if curve:
-            ax.plot(curve["physics"], curve["mse"], ".-", markersize=3, linewidth=1, label=f"{label} (lr {lr:g})")
-            ax.plot(curve["physics"][0], curve["mse"][0], "ko", markersize=4)
-            drawn += 1
-    ax.set(xlabel="physics loss", ylabel="task loss (MSE)")
-    ax.legend(frameon=False, fontsize=8)
-    caption = f"Figure 2: paths of optimisation at prediction time, {c['output_steps']} small steps from the dots, first seed, test data."
-    return Picture("paths", caption, figure) if drawn else None
-
-
-def _roll_outs(results: Results) -> Picture | None:
-    rows = [r for r in results.rows if r["kind"] == "rollout" and r["training"]["seed"] == results.config["seeds"][0]]
-    shown = [
-        ("inductive", "plain"),
-        ("inductive", "tailored"),
-        ("inductive", "projected"),
-        ("meta", "tailored"),
-        ("pairs", "plain"),
-        ("pairs", "tailored"),
-    ]
-    figure, axes = new_figure(10, 4, columns=2)
-    drawn = 0
-    for method, way in shown:
-        of = [r for r in rows if r["training"]["method"] == method]
-        if of:
-            for ax, what in zip(axes, ("energy", "error"), strict=True):
-                ax.semilogy(range(1, 1 + len(of[0]["ways"][way][what])), of[0]["ways"][way][what], label=f"{method}, {way}")
-            drawn += 1
-    axes[0].set(xlabel="steps", ylabel="median change of energy since the start")
-    axes[1].set(xlabel="steps", ylabel="median squared error")
-    axes[0].legend(frameon=False, fontsize=8)
-    return (
-        Picture("rollouts", "Roll-outs: predictions of predictions, first seed, medians over test trajectories.", figure) if drawn else None
-    )
 
 
 def report(folder: Path) -> str:
