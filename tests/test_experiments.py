@@ -496,3 +496,10 @@ def test_a_table_prints_in_three_ways():
     assert table.text().splitlines()[4] == "x     1"
     assert table.markdown().splitlines()[1] == "|---|--:|"
     assert "&lt;y&gt;" in table.html()
+
+
+def test_the_tables_in_the_docs_are_those_of_the_committed_rows():
+    folder = ROOT / "docs" / "experiments" / "planets"
+    page = folder.with_suffix(".md").read_text()
+    for table in tables(Results(read_folder(folder))):
+        assert table.markdown() in page, f"docs/experiments/planets.md does not hold the table {table.title!r} of its rows"

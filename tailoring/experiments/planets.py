@@ -17,7 +17,7 @@ from ._planets_plan import Config as Config
 from ._planets_plan import Training, plan
 from ._planets_plan import quick as quick
 from ._planets_report import report as report
-from ._rows import Rows
+from ._rows import Rows, read
 from ._train import Progress, Schedule, train, trained
 
 
@@ -41,7 +41,9 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     bench = Bench(config, data, fabric.device)
     if rows is not None and not rows.has(kind="data"):
         rows.add(kind="data", checksum=checksum({"x": data.test.x, "y": data.test.y}), trivial=trivial(bench))
-    groups = list(_groups(config, fabric))
+    fabric.barrier()
+    done = {row["name"] for row in read(config.out / "rows.jsonl") if row["kind"] == "done"}
+    groups = list(_groups(config, done, fabric))
     for number, group in enumerate(groups):
         progress("groups", number, len(groups))
         _train(group, bench, data, fabric, progress)
@@ -49,15 +51,17 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
             for done, t in enumerate(group):
                 progress(f"evaluation of {t.name}", done, len(group))
                 evaluate(bench, t, build_network(bench, t), rows)
+                rows.add(kind="done", name=t.name, training=t.fields, validation=_trained(bench, t)[1])
         fabric.barrier()
     return config.out
 
 
-def _groups(config: Config, fabric: Fabric) -> Iterator[list[Training]]:
+def _groups(config: Config, done: set[str], fabric: Fabric) -> Iterator[list[Training]]:
     """Trainings that run side by side: of equal length, as many as the device may hold."""
     chosen = [t for t in dict.fromkeys(plan(config)) if any(fnmatchcase(t.name, pattern) for pattern in config.only)]
     if not chosen:
         raise ValueError(f"nothing matches --only {' '.join(config.only)}; a run trains: {', '.join(t.name for t in plan(config))}")
+    chosen = [t for t in chosen if t.name not in done]
     size = config.at_once if fabric.device.type == "cuda" else 1
     alike = sorted(chosen, key=lambda t: (t.network, t.adapt, t.trajectories, t.epochs, t.stop_early))
     if size == 1:
@@ -80,8 +84,12 @@ def _train(group: list[Training], bench: Bench, data: _nbody.Data, fabric: Fabri
 
 def build_network(bench: Bench, t: Training) -> torch.nn.Module:
     """The network that a training left, ready to predict."""
-    found = trained(bench.config.out / "weights", t.name, best=t.stop_early)
-    assert found is not None
     net = bench.network(t)
-    net.load_state_dict(found[0])
+    net.load_state_dict(_trained(bench, t)[0])
     return net.eval()
+
+
+def _trained(bench: Bench, t: Training) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]:
+    found = trained(bench.config.out / "weights", t.name, best=t.stop_early)
+    assert found is not None, "evaluation comes after training"
+    return found
