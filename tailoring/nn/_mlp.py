@@ -1,12 +1,10 @@
-"""Reference networks."""
+"""A feed-forward network around a skip connection."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 from torch import Tensor, nn
-
-__all__ = ["ResidualMLP"]
 
 
 class ResidualMLP(nn.Module):

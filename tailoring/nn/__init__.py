@@ -1,0 +1,11 @@
+"""Reference networks."""
+
+from ._mlp import ResidualMLP as ResidualMLP
+from ._resnet import BasicBlock as BasicBlock
+from ._resnet import Bottleneck as Bottleneck
+from ._resnet import ResNet as ResNet
+from ._resnet import cifar_resnet as cifar_resnet
+from ._resnet import load_weights as load_weights
+from ._resnet import resnet50 as resnet50
+
+__all__ = ["BasicBlock", "Bottleneck", "ResNet", "ResidualMLP", "cifar_resnet", "load_weights", "resnet50"]

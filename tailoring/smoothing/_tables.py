@@ -1,0 +1,42 @@
+"""From certificates to the numbers of the tables."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def certified_accuracy(truth: Tensor, label: Tensor, radius: Tensor, radii: Sequence[float]) -> list[float]:
+    """For each of `radii`, the share of queries with the right label and at least that radius. All (queries,)."""
+    right = truth == label
+    return [float((right & (radius >= r)).double().mean()) for r in radii]
+
+
+def average_radius(truth: Tensor, label: Tensor, radius: Tensor) -> float:
+    """ACR: the mean radius, a query with a wrong label or none counting 0."""
+    return float(torch.where(truth == label, radius.double(), 0.0).mean())
+
+
+def bootstrap_difference(a: Tensor, b: Tensor, *, level: float = 0.95, draws: int = 10_000, seed: int = 0) -> tuple[float, float, float]:
+    """The mean of a - b over queries, (queries,) each, and the ends of its bootstrap interval: both methods saw the same queries."""
+    if a.shape != b.shape or a.ndim != 1:
+        raise ValueError(f"two values for each query are compared, shapes (queries,) twice, not {tuple(a.shape)} and {tuple(b.shape)}")
+    difference = (a - b).double().cpu()
+    random = torch.Generator().manual_seed(seed)
+    means = difference[torch.randint(len(difference), (draws, len(difference)), generator=random)].mean(1)
+    low, high = torch.quantile(means, torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
+    return float(difference.mean()), low, high
+
+
+def read_log(path: Path | str) -> dict[str, Tensor]:
+    """A log of Cohen et al.'s `certify.py`: idx, label, predict, radius of each image; a line that was cut off is left out."""
+    with Path(path).open(newline="") as file:
+        rows = [row for row in csv.DictReader(file, delimiter="\t") if row.get("radius") and row.get("time")]
+    if not rows:
+        raise ValueError(f"{path} holds no certificates: a log has columns idx, label, predict, radius, correct, time, parted by tabs")
+    whole = {name: torch.tensor([int(row[name]) for row in rows]) for name in ("idx", "label", "predict")}
+    return {**whole, "radius": torch.tensor([float(row["radius"]) for row in rows], dtype=torch.float64)}
