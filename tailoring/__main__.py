@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 EXPERIMENTS = {"planets": "five planets that conserve energy and momentum (Table 1, Figure 2)"}
+
+COMMANDS = ("run", "report", "certify")
 
 USAGE = """usage: tailoring COMMAND EXPERIMENT [flags]
 
@@ -18,6 +20,7 @@ USAGE = """usage: tailoring COMMAND EXPERIMENT [flags]
   tailoring run EXPERIMENT --quick    the same in small, minutes on two cores
   tailoring run EXPERIMENT --help     all settings
   tailoring report EXPERIMENT         tables on the screen, figures and an HTML page beside the rows [--out DIR | --quick]
+  tailoring certify --weights FILE    certify a classifier by randomized smoothing, here or over a Ray cluster [--help]
 
 experiments:
 """
@@ -36,17 +39,19 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _main(args: list[str]) -> int:
-    if not args or args[0] in ("-h", "--help") or args[1:] in ([], ["-h"], ["--help"]):
+    if not args or args[0] in ("-h", "--help") or (args[0] != "certify" and args[1:] in ([], ["-h"], ["--help"])):
         if args and args[0] not in ("-h", "--help"):
-            _choose(args[0], {"run": "", "report": ""}, "command")
+            _choose(args[0], COMMANDS, "command")
         print(USAGE + "".join(f"  {name:<12}{what}\n" for name, what in EXPERIMENTS.items()), end="")
         return 0 if args else 2
-    command = _choose(args[0], {"run": "", "report": ""}, "command")
+    command = _choose(args[0], COMMANDS, "command")
+    if command == "certify":
+        return _certify(args[1:])
     experiment = _load(_choose(args[1], EXPERIMENTS, "experiment"))
     return (_run if command == "run" else _report)(experiment, args[1], args[2:])
 
 
-def _choose(given: str, known: dict[str, str], what: str) -> str:
+def _choose(given: str, known: Collection[str], what: str) -> str:
     if given in known:
         return given
     near = difflib.get_close_matches(given, known, 1, 0.5)
@@ -77,6 +82,16 @@ def _run(experiment: Any, name: str, args: list[str]) -> int:
     return _show(experiment, out)
 
 
+def _certify(args: list[str]) -> int:
+    experiment = _load("certify")
+    import tyro
+
+    config = tyro.cli(experiment.Config, args=args, prog="tailoring certify")
+    with _progress() as progress:
+        out = experiment.run(config, progress)
+    return _show(experiment, out)
+
+
 def _report(experiment: Any, name: str, args: list[str]) -> int:
     import tyro
 
@@ -94,7 +109,7 @@ def _report(experiment: Any, name: str, args: list[str]) -> int:
 
 def _show(experiment: Any, out: Path) -> int:
     print(experiment.report(out))
-    print(f"\nrows, figures and report.html: {out}")
+    print(f"\nrows and all that is made of them: {out}")
     return 0
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import pytest
 import torch
+from real_data import SHARED, needs
 from scipy import stats
 from torch import nn
 
@@ -15,12 +14,6 @@ from tailoring import CN, Tailored, losses
 from tailoring.losses import input_of
 from tailoring.nn import BasicBlock, Bottleneck, cifar_resnet, load_weights, resnet50
 from tailoring.smoothing import ABSTAIN, Smoothed, attack, average_radius, bootstrap_difference, certified_accuracy, lower_bound, read_log
-
-SHARED = Path(os.environ.get("TAILORING_SHARED", Path(__file__).parent.parent.parent / "shared" / "data"))
-
-
-def needs(name):
-    return pytest.mark.skipif(not (SHARED / name).exists(), reason=f"{SHARED / name} is not there")
 
 
 class HalfPlane(nn.Module):

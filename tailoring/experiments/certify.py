@@ -1,0 +1,250 @@
+"""Certify a classifier, plain or tailored, image by image: on this machine, or over a Ray cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tailoring import CN, Tailored, losses
+from tailoring.losses import input_of
+from tailoring.nn import BasicBlock, Bottleneck, cifar_resnet, load_weights, resnet50
+from tailoring.nn._resnet import CIFAR, IMAGENET
+from tailoring.smoothing import Smoothed, average_radius, certified_accuracy
+
+from ._images import ImageFolder, cifar10, data_folder
+from ._report import Table
+from ._rows import Row, Rows, read_folder
+
+Progress = Callable[[str, int, int], None]
+Network = Literal["resnet20", "resnet56", "resnet110", "resnet50"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is certified, and how. The defaults are Cohen et al.'s and the tailoring paper's."""
+
+    weights: Path
+    """checkpoint of the network, .safetensors or a PyTorch file of plain tensors; Cohen's, torchvision's and akamaster's names are known"""
+    network: Network = "resnet110"
+    """of the CIFAR networks, or ResNet-50 for ImageNet"""
+    shortcut: Literal["conv", "pad"] = "conv"
+    """Cohen's CIFAR networks have convolutions in their shortcuts, the public ResNet-20/56 zero padding"""
+    statistics: Literal["cifar", "imagenet"] | None = None
+    """with which images are standardised; by default those of the data set"""
+    out: Path = Path("runs/certify")
+    """folder of the rows"""
+    data: Literal["cifar10", "imagenet"] = "cifar10"
+    data_dir: Path | None = None
+    """folder of cifar-10-batches-bin; TAILORING_DATA by default"""
+    root: Path | None = None
+    """of the data set imagenet: a folder with one folder of images per class"""
+    size: int | None = None
+    """pixels of an image's side; by default 32 for the CIFAR networks, 224 for ResNet-50"""
+    sigma: float = 0.5
+    """noise that the network was trained with"""
+    tailor: bool = True
+    """tailor every noisy sample; --no-tailor certifies the network as it is"""
+    nu: float = 0.1
+    """noise of the tailoring loss, Sec. 5.4"""
+    lr: float = 0.1
+    """App.: chosen among 1e-3 to 1"""
+    steps: int = 1
+    """App."""
+    n0: int = 100
+    """samples for the guess"""
+    n: int = 100_000
+    """samples for the bound"""
+    alpha: float = 0.001
+    """probability that a certificate is wrong"""
+    every: int = 20
+    """certify every 20th image, as Cohen et al. do on CIFAR-10"""
+    images: int = 500
+    """how many at most"""
+    seed: int = 0
+    """of the noise; an image's own seed is this and its index, so results do not depend on who computed them"""
+    batch: int = 1000
+    """samples at once"""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    bf16: bool = False
+    """autocast to bfloat16"""
+    compile: bool = False
+    """torch.compile the classifier"""
+    engine: Literal["local", "ray"] = "local"
+    """ray: spread the images over a cluster, each on whichever worker is free, again if its worker dies"""
+    address: str | None = None
+    """of a running Ray cluster; without it one is started on this machine"""
+    workers: int | None = None
+    """how many images at once on the cluster; by default one per GPU, or per CPU core where there are none"""
+
+    @property
+    def pixels(self) -> int:
+        return self.size or (224 if self.network == "resnet50" else 32)
+
+
+def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
+    """Append a row for every image that has none yet."""
+    images = _images(config)
+    device = _device(config)
+    rows = Rows(config.out, "certify", replace(config, engine="local", address=None, workers=None), str(device))
+    done = {row["index"] for row in rows if row["kind"] == "image"}
+    todo = list(range(0, len(images), config.every))[: config.images]
+    left = [index for index in todo if index not in done]
+    state = _read_weights(config.weights)
+    _classifier(config, state)  # fails here, not on a worker, if the weights do not fit
+    engine = _over_ray if config.engine == "ray" else _here
+    for row in engine(config, state, images, left):
+        rows.add(kind="image", **row)
+        done.add(row["index"])
+        progress("images", len(done & set(todo)), len(todo))
+    return config.out
+
+
+def certify_image(config: Config, classifier: nn.Module, image: Tensor, label: int, index: int) -> Row:
+    """One image (3, H, W) on the classifier's device."""
+    device = next(classifier.parameters()).device
+    start = time.monotonic()
+    smoothed = Smoothed(_run_as(config, classifier), config.sigma, nu=config.nu if config.tailor else 0.0, batch=config.batch)
+    with torch.no_grad():
+        found = smoothed.certify(image[None].to(device), config.n0, config.n, config.alpha, seeds=[config.seed + index])
+    numbers = {name: getattr(found, name).item() for name in ("radius", "paper_radius", "votes")}
+    return {"index": index, "label": label, "predict": int(found.label), **numbers, "seconds": time.monotonic() - start}
+
+
+def _run_as(config: Config, classifier: nn.Module) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=config.bf16):
+            return classifier(x).float()
+
+    return forward
+
+
+def _classifier(config: Config, state: dict[str, Any]) -> nn.Module:
+    statistics = CIFAR if (config.statistics or config.data).startswith("cifar") else IMAGENET
+    classes = next(v.shape[0] for k, v in state.items() if k.endswith(("fc.bias", "linear.bias")))
+    if config.network == "resnet50":
+        net: nn.Module = resnet50(classes=classes)
+    else:
+        net = cifar_resnet(int(config.network[6:]), classes=classes, shortcut=config.shortcut, statistics=statistics)
+    load_weights(net, state)
+    device = _device(config)
+    net = net.eval().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if config.tailor:
+        block = Bottleneck if config.network == "resnet50" else BasicBlock
+        loss = losses.Smooth(config.nu, at=input_of("fc"))
+        net = Tailored(net, loss, adapt=CN(block), steps=config.steps, lr=config.lr).eval()
+        net.prepare(torch.rand(2, 3, config.pixels, config.pixels, device=device))
+    if config.compile:
+        net.compile(dynamic=False)
+    return net
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"no weights at {path}")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    return dict(found.get("state_dict", found))
+
+
+def _device(config: Config) -> torch.device:
+    cuda = config.accelerator == "cuda" or (config.accelerator == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if cuda else "cpu")
+
+
+class _Cifar:
+    def __init__(self, folder: Path):
+        self.images, self.labels = cifar10(folder, "test")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index].float() / 255, int(self.labels[index])
+
+
+def _images(config: Config) -> Any:
+    if config.data == "cifar10":
+        return _Cifar(data_folder(config.data_dir))
+    if config.root is None:
+        raise ValueError("--data imagenet needs --root, a folder with one folder of images per class")
+    return ImageFolder.open(config.root, config.pixels)
+
+
+def _here(config: Config, state: dict[str, Any], images: Any, indices: list[int]) -> Iterator[Row]:
+    classifier = _classifier(config, state) if indices else None
+    for index in indices:
+        assert classifier is not None
+        image, label = images[index]
+        yield certify_image(config, classifier, image, label, index)
+
+
+def _over_ray(config: Config, state: dict[str, Any], images: Any, indices: list[int]) -> Iterator[Row]:
+    """Images go to whichever worker is free; one whose worker dies goes to another. Rows come as they are done."""
+    try:
+        import ray as installed
+    except ModuleNotFoundError:
+        raise OSError("--engine ray needs Ray: pip install 'tailoring[cluster]'") from None
+    ray: Any = installed  # its types know no options of other versions
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(address=config.address, log_to_driver=False, include_dashboard=False if config.address is None else None)
+    try:
+        resources = ray.cluster_resources()
+        gpus = int(resources.get("GPU", 0))
+        workers = config.workers or gpus or int(resources["CPU"])
+        options = {"num_gpus": min(1.0, gpus / workers)} if gpus else {"num_cpus": max(1, int(resources["CPU"]) // workers)}
+        task = ray.remote(**options, max_retries=5)(_on_worker)
+        shared = ray.put((config, state))  # once per machine, not once per image
+        waiting, running = list(reversed(indices)), []
+        while waiting or running:
+            while waiting and len(running) < 2 * workers:  # a little ahead, so that no worker waits for this loop
+                index = waiting.pop()
+                running.append(task.remote(shared, *images[index], index))
+            finished, running = ray.wait(running)
+            yield from ray.get(finished)
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+_built: dict[str, nn.Module] = {}  # of a worker process: the classifier is built once, not for every image
+
+
+def _on_worker(shared: tuple[Config, dict[str, Any]], image: Tensor, label: int, index: int) -> Row:
+    config, state = shared
+    if str(config) not in _built:
+        torch.set_num_threads(1 if _device(config).type == "cpu" else torch.get_num_threads())
+        _built.clear()
+        _built[str(config)] = _classifier(config, state)
+    return certify_image(config, _built[str(config)], image, label, index)
+
+
+def report(folder: Path) -> str:
+    """Certified accuracy at radii and ACR, by the sound radius and by the paper's convention."""
+    rows = read_folder(folder)
+    images = list({row["index"]: row for row in rows if row["kind"] == "image"}.values())
+    if not images:
+        return "No image is certified yet."
+    config = rows[0]["config"]
+    truth, label = (torch.tensor([row[name] for row in images]) for name in ("label", "predict"))
+    radii = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25]
+    table = Table(
+        f"{len(images)} images of {config['data']}, sigma {config['sigma']:g}, N = {config['n']}",
+        ("radius", *(f"{r:g}" for r in radii), "ACR"),
+        note="sound: sigma' Phi^-1(p), sigma' being the noise added to the query; paper: sigma Phi^-1(p), no certificate if tailored.",
+    )
+    for name, key in (("sound", "radius"), ("paper", "paper_radius")):
+        radius = torch.tensor([row[key] for row in images], dtype=torch.float64)
+        accuracy = certified_accuracy(truth, label, radius, radii)
+        table.rows.append((name, *(f"{100 * a:.1f}" for a in accuracy), f"{average_radius(truth, label, radius):.4f}"))
+    return table.text() + f"\nabstained: {int((label == -1).sum())}; {sum(row['seconds'] for row in images):.0f} s of computing"

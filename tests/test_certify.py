@@ -1,0 +1,180 @@
+"""The command `tailoring certify`: rows, resume, a real Ray cluster, real weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from real_data import SHARED, needs
+from safetensors.torch import load_file, save_file
+
+from tailoring.__main__ import main
+from tailoring.experiments import certify
+from tailoring.experiments._images import MD5, ImageFolder, cifar10
+from tailoring.experiments._rows import read
+from tailoring.nn import cifar_resnet, load_weights
+from tailoring.nn._resnet import IMAGENET
+from tailoring.smoothing import Smoothed
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """An image folder of two classes and the weights of a small network."""
+    folder = tmp_path_factory.mktemp("certify")
+    random = np.random.default_rng(0)
+    for name in ("cats", "dogs"):
+        (folder / "val" / name).mkdir(parents=True)
+        for i in range(5):
+            Image.fromarray(random.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(folder / "val" / name / f"{i}.png")
+    torch.manual_seed(0)
+    save_file(cifar_resnet(20, classes=2).state_dict(), folder / "net.safetensors")
+    return folder
+
+
+def arguments(made, out, *more):
+    flags = ["--weights", made / "net.safetensors", "--network", "resnet20", "--data", "imagenet", "--root", made / "val", "--every", "1"]
+    flags += ["--n", "60", "--n0", "10", "--batch", "20", "--out", out, "--accelerator", "cpu", "--images", "6", *more]
+    return [str(flag) for flag in flags]
+
+
+def results(out):
+    rows = [row for row in read(out / "rows.jsonl") if row["kind"] == "image"]
+    return {row["index"]: {name: value for name, value in row.items() if name != "seconds"} for row in rows}, len(rows)
+
+
+def test_every_image_has_a_row_and_a_second_call_adds_none(made, tmp_path, capsys):
+    assert main(["certify", *arguments(made, tmp_path)]) == 0
+    found, count = results(tmp_path)
+    assert sorted(found) == list(range(6))
+    assert [found[i]["label"] for i in range(6)] == [0, 0, 0, 0, 0, 1]
+    assert "ACR" in capsys.readouterr().out
+    assert main(["certify", *arguments(made, tmp_path)]) == 0
+    assert results(tmp_path) == (found, count)
+
+
+def test_a_row_is_what_smoothed_says(made, tmp_path):
+    assert main(["certify", *arguments(made, tmp_path, "--no-tailor", "--seed", "3", "--images", "2")]) == 0
+    net = cifar_resnet(20, classes=2, statistics=IMAGENET)
+    load_weights(net, load_file(made / "net.safetensors"))
+    image, label = ImageFolder.open(made / "val", 32)[1]
+    with torch.no_grad():
+        expected = Smoothed(net.eval(), 0.5, batch=20).certify(image[None], 10, 60, seeds=[3 + 1])
+    row = results(tmp_path)[0][1]
+    assert (row["label"], row["predict"], row["votes"]) == (label, int(expected.label), int(expected.votes))
+    assert row["radius"] == pytest.approx(float(expected.radius))
+
+
+def test_an_interrupted_run_goes_on(made, tmp_path):
+    assert main(["certify", *arguments(made, tmp_path / "whole")]) == 0
+    assert main(["certify", *arguments(made, tmp_path / "parts")]) == 0
+    lines = (tmp_path / "parts" / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "parts" / "rows.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # two whole images and a broken one
+    assert main(["certify", *arguments(made, tmp_path / "parts")]) == 0
+    assert results(tmp_path / "parts") == results(tmp_path / "whole")
+
+
+def test_a_cluster_that_loses_a_worker_finds_every_image_once_and_the_same(made, tmp_path):
+    args = arguments(made, tmp_path / "cluster", "--n", "100", "--images", "8")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DISABLE_MEMORY_MONITOR": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-m", "tailoring", "certify", *args, "--engine", "ray", "--workers", "2"]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        rows, killed = tmp_path / "cluster" / "rows.jsonl", None
+        while process.poll() is None and killed is None:
+            time.sleep(0.1)
+            if rows.exists() and rows.read_text().count('"image"') >= 2:
+                killed = next(iter(busy_workers()), None)
+                if killed is not None:
+                    os.kill(killed, signal.SIGKILL)
+        output = process.stdout.read()
+    assert process.returncode == 0, output
+    assert killed is not None
+    assert main(["certify", *arguments(made, tmp_path / "alone", "--n", "100", "--images", "8")]) == 0
+    found, count = results(tmp_path / "cluster")
+    assert count == len(found) == 8
+    assert found == results(tmp_path / "alone")[0]
+
+
+def busy_workers():
+    """Ray names a worker's process after the task it works on."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "cmdline").read_bytes().startswith(b"ray::_on_worker"):
+                yield int(folder.name)
+        except OSError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--weights", "/nonexistent.safetensors"], "no weights at"),
+        (["--network", "resnet56"], "another network"),
+        (["--root", "/nonexistent"], "no images in"),
+        (["--data", "cifar10", "--data-dir", "/nonexistent"], "kriz/cifar"),
+        (["--nu", "0.6"], "below sigma"),
+    ],
+)
+def test_bad_input_is_told_what_to_do(made, tmp_path, capsys, change, words):
+    assert main(["certify", *arguments(made, tmp_path, *change)]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_another_setting_does_not_mix_into_the_rows(made, tmp_path, capsys):
+    assert main(["certify", *arguments(made, tmp_path, "--images", "1")]) == 0
+    assert main(["certify", *arguments(made, tmp_path, "--images", "1", "--sigma", "0.25")]) == 1
+    assert "sigma: 0.5 there, 0.25 now" in capsys.readouterr().err
+
+
+def test_a_damaged_cifar_file_is_refused(tmp_path):
+    for name in MD5:
+        (tmp_path / name).write_bytes(b"\0" * 3073)
+    with pytest.raises(ValueError, match="md5 differs"):
+        cifar10(tmp_path, "test")
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cifar")
+    subprocess.run([sys.executable, SHARED / "cifar10" / "unpack.py", folder], check=True, capture_output=True)
+    return folder
+
+
+@needs("cifar10")
+@needs("resnet-cifar10")
+def test_public_weights_on_real_images(cifar, tmp_path):
+    """The published error of ResNet-20, and a tailored certificate of a few images with little noise."""
+    weights = SHARED / "resnet-cifar10" / "resnet20.safetensors"
+    net = cifar_resnet(20, shortcut="pad", statistics=IMAGENET)
+    load_weights(net, load_file(weights))
+    images, labels = cifar10(cifar, "test")
+    with torch.no_grad():
+        right = torch.cat([net.eval()(part.float() / 255).argmax(1) for part in images[:1000].split(250)]) == labels[:1000]
+    assert 0.89 < float(right.double().mean()) < 0.945  # 91.7 % on all 10,000
+    config = certify.Config(
+        weights,
+        "resnet20",
+        "pad",
+        "imagenet",
+        out=tmp_path,
+        data_dir=cifar,
+        sigma=0.03,
+        nu=0.01,
+        n=200,
+        batch=100,
+        images=4,
+        accelerator="cpu",
+    )
+    certify.run(config)
+    found, _ = results(tmp_path)
+    assert sum(row["predict"] == row["label"] and row["radius"] > 0 for row in found.values()) >= 2
