@@ -43,7 +43,7 @@ def made(tmp_path_factory):
 
 def arguments(made, out, *more):
     flags = ["--weights", made / "net.safetensors", "--network", "resnet20", "--data", "imagenet", "--root", made / "val", "--every", "1"]
-    flags += ["--n", "60", "--n0", "10", "--batch", "20", "--out", out, "--accelerator", "cpu", "--images", "6", *more]
+    flags += ["--n", "30", "--n0", "10", "--batch", "20", "--out", out, "--accelerator", "cpu", "--images", "6", *more]
     return [str(flag) for flag in flags]
 
 
@@ -68,7 +68,7 @@ def test_a_row_is_what_smoothed_says(made, tmp_path):
     load_weights(net, load_file(made / "net.safetensors"))
     image, label = ImageFolder.open(made / "val", 32)[1]
     with torch.no_grad():
-        expected = Smoothed(net.eval(), 0.5, batch=20).certify(image[None], 10, 60, seeds=[3 + 1])
+        expected = Smoothed(net.eval(), 0.5, batch=20).certify(image[None], 10, 30, seeds=[3 + 1])
     row = results(tmp_path)[0][1]
     assert (row["label"], row["predict"], row["votes"]) == (label, int(expected.label), int(expected.votes))
     assert row["radius"] == pytest.approx(float(expected.radius))
@@ -84,7 +84,7 @@ def test_an_interrupted_run_goes_on(made, tmp_path):
 
 
 def test_a_cluster_that_loses_a_worker_finds_every_image_once_and_the_same(made, tmp_path):
-    args = arguments(made, tmp_path / "cluster", "--n", "100", "--images", "8")
+    args = arguments(made, tmp_path / "cluster", "--n", "60", "--images", "7")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DISABLE_MEMORY_MONITOR": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-m", "tailoring", "certify", *args, "--engine", "ray", "--workers", "2"]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -99,9 +99,9 @@ def test_a_cluster_that_loses_a_worker_finds_every_image_once_and_the_same(made,
         output = process.stdout.read()
     assert process.returncode == 0, output
     assert killed is not None
-    assert main(["certify", *arguments(made, tmp_path / "alone", "--n", "100", "--images", "8")]) == 0
+    assert main(["certify", *arguments(made, tmp_path / "alone", "--n", "60", "--images", "7")]) == 0
     found, count = results(tmp_path / "cluster")
-    assert count == len(found) == 8
+    assert count == len(found) == 7
     assert found == results(tmp_path / "alone")[0]
 
 
