@@ -227,6 +227,7 @@ class TestConditions:
             (nn.Softplus(beta=3), True, True, True),
             (nn.ReLU(), False, True, True),
             (nn.LeakyReLU(), False, True, False),
+            (nn.PReLU(), False, True, False),
             (nn.GELU(), True, False, True),
             (nn.SiLU(), True, False, True),
             (nn.LogSigmoid(), True, True, False),

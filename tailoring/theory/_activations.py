@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ def activation_facts(activation: Callable[[Tensor], Tensor]) -> Activation:
     analytic = True if isinstance(activation, _ANALYTIC) else False if isinstance(activation, _KINKED) else None
     grid = torch.linspace(-30, 30, 6001, dtype=torch.float64)
     far = torch.tensor([-1e4, -1e8], dtype=torch.float64)
+    if isinstance(activation, nn.Module):  # one with parameters may be elsewhere, or in float32
+        activation = copy.deepcopy(activation).cpu().double()
     with torch.no_grad():
         values, limit = activation(grid), activation(far)
     # where the function is flat to rounding (a saturated sigmoid) differences may be zero, or of the size of the rounding

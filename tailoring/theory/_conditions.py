@@ -121,7 +121,7 @@ def separating_network(views: Tensor, activation: nn.Module, depth: int) -> nn.S
         raise ValueError(f"the proof's construction needs an increasing activation with a finite limit at minus infinity, not {facts}")
     if depth < 1 or len(views) < 2:
         raise ValueError(f"needed are at least one hidden layer and two views, not depth={depth} and {len(views)} views")
-    flat = views.detach().flatten(1).double()
+    flat = views.detach().flatten(1).double().cpu()
     lower = activation(torch.tensor(-1e4, dtype=torch.float64))
     layers: list[nn.Module] = [nn.Flatten()]
     weight, bias = flat, gap / 2 - flat.square().sum(1)
