@@ -213,6 +213,19 @@ class TestConditions:
         assert not found.distinct
         assert "equal views" in str(found)
 
+    def test_blocks_of_blocks_are_seen_through_and_others_are_not(self):
+        class Skip(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+
+            def forward(self, x):
+                return x + self.layer(x)
+
+        nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)).double()
+        assert theory.conditions(nested, VIEWS).fully_connected
+        assert not theory.conditions(nn.Sequential(Skip(), nn.Tanh(), nn.Linear(4, 1)).double(), VIEWS).fully_connected
+
     def test_what_is_missing_is_named(self):
         found = theory.conditions(nn.Sequential(*network((2, 5), 2, nn.ReLU)[:-1], nn.LayerNorm(5), nn.Linear(5, 2)).double(), VIEWS)
         text = str(found)

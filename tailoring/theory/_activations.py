@@ -41,8 +41,8 @@ def activation_facts(activation: Callable[[Tensor], Tensor]) -> Activation:
     """Assumption `a:activation`: analytic, increasing, with a finite limit at minus infinity (the limit at plus infinity may be infinite).
 
     The last two are looked at on a grid; the first is known for torch's own modules. Sigmoid, tanh and softplus satisfy all three.
-    GELU, SiLU and Mish are not increasing, LogSigmoid has no lower limit, and ReLU is not analytic: for it the theorem is false, since
-    units that are dead at every view (a set of weights of positive measure) leave M_w of rank one.
+    GELU, SiLU and Mish are not increasing, LogSigmoid has no lower limit, and ReLU is not analytic: it is excluded with reason,
+    since units that are dead at every view (a set of weights of positive measure, not zero) leave M_w of rank one.
     """
     analytic = True if isinstance(activation, _ANALYTIC) else False if isinstance(activation, _KINKED) else None
     grid = torch.linspace(-30, 30, 6001, dtype=torch.float64)

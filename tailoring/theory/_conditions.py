@@ -46,7 +46,7 @@ class Conditions:
         return tuple(
             text
             for wrong, text in (
-                (not self.fully_connected, "the model is not made of linear layers and activations alone"),
+                (not self.fully_connected, "the model is not made of linear layers and activations in nn.Sequential alone"),
                 (self.outputs != 1, f"the model has {self.outputs} outputs, not one"),
                 (not self.units, "the model has no hidden layer"),
                 (min(self.units, default=self.views) < self.views, f"hidden layers of {self.units} units, fewer than {self.views} views"),
@@ -73,7 +73,9 @@ def conditions(model: nn.Module, views: Tensor) -> Conditions:
 
     views: (views, ...). All of this is sufficient and none of it necessary; `last_layer(model, views).reaches_all` is the fact itself.
     """
-    leaves = [call for call in _calls(model, views) if not any(call.module.children())]
+    calls = _calls(model, views)
+    leaves = [call for call in calls if not any(call.module.children())]
+    blocks = [call.module for call in calls if any(call.module.children())]
     linear = [call for call in leaves if isinstance(call.module, nn.Linear)]
     passive = (nn.Flatten, nn.Identity, nn.Dropout)
     acts = [call.module for call in leaves if type(call.module).__module__ == nn.ReLU.__module__]
@@ -81,7 +83,7 @@ def conditions(model: nn.Module, views: Tensor) -> Conditions:
     head = last_layer(model, views)
     first = linear[0].given.flatten(1)
     return Conditions(
-        fully_connected=not others and isinstance(model, nn.Sequential | nn.Linear),
+        fully_connected=not others and all(isinstance(block, nn.Sequential) for block in blocks),  # what else a block does is not seen
         outputs=len(head.weight),
         views=len(views),
         units=tuple(call.out.shape[-1] for call in linear[:-1]),
