@@ -224,6 +224,7 @@ class TestConditions:
 
         nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)).double()
         assert theory.conditions(nested, VIEWS).fully_connected
+        assert theory.last_layer(nested, VIEWS).site == "0.1"  # the innermost
         assert not theory.conditions(nn.Sequential(Skip(), nn.Tanh(), nn.Linear(4, 1)).double(), VIEWS).fully_connected
 
     def test_what_is_missing_is_named(self):
@@ -265,6 +266,10 @@ class TestSeparatingNetwork:
         assert theory.conditions(net, VIEWS)
         above = layer.features - act()(torch.tensor(-1e4, dtype=torch.float64))
         assert (2 * above.diag() > above.sum(1)).all()  # strictly diagonally dominant, as the proof wants it
+        own = torch.eye(3, dtype=torch.bool)
+        zero = act()(torch.tensor(0.0, dtype=torch.float64))
+        assert (layer.features[own] > zero).all()  # a unit is on for its own view, and off for the others
+        assert (layer.features[~own] < zero).all()
         assert layer.reaches_all
 
     @pytest.mark.parametrize(("act", "top", "works"), [(torch.sigmoid, 1.0, True), (torch.tanh, 1.0, True), (F.softplus, math.inf, False)])
@@ -321,6 +326,16 @@ class TestEnough:
         gradient = 2 * (net(VIEWS) - torch.arange(3.0)[:, None]).detach().flatten()
         inside = layer.matrix @ torch.linalg.pinv(layer.matrix) @ gradient
         assert found.share.item() == pytest.approx(float(inside.square().sum() / gradient.square().sum()))
+
+    def test_of_a_blind_network_the_share_is_that_of_the_mean(self):
+        """All views have one answer, so of a gradient g only its mean can be followed."""
+        net = network()
+        with torch.no_grad():
+            net[0].weight.zero_()
+        found = theory.enough(net, self.spread, randn(1, 4, seed=1), weights=Weights("0.weight", how="loop"))
+        gradient = 2 * (net(VIEWS) - torch.arange(3.0)[:, None]).detach()
+        assert (found.rank.item(), found.numbers.item()) == (1, 3)
+        assert found.share.item() == pytest.approx(float(gradient.mean().square() / gradient.square().mean()))
 
     def test_earlier_layers_may_mend_it_but_to_first_order_only(self):
         found = theory.enough(network((8, 2), outputs=2), self.spread, randn(2, 4))
@@ -444,7 +459,9 @@ class TestRademacher:
         exact = sum(math.comb(n, k) * abs(n - 2 * k) for k in range(n + 1)) / 2**n / n
         losses = torch.stack([torch.ones(n), -torch.ones(n)]).double()
         assert theory.empirical_rademacher(losses) == pytest.approx(exact)
-        assert theory.empirical_rademacher(losses, draws=2**n - 1) == pytest.approx(exact, abs=0.15)  # draws, not all signs
+        drawn = [theory.empirical_rademacher(losses, draws=2**n - 1, seed=seed) for seed in (0, 1)]  # too few for all signs
+        assert drawn == pytest.approx([exact, exact], abs=0.15)
+        assert drawn[0] != drawn[1]
 
     def test_draws_agree_with_all_signs(self):
         losses = torch.rand(5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -574,6 +591,7 @@ class TestCosineCondition:
     def test_a_loss_that_moves_nothing_pulls_nothing(self):
         found = theory.pulls_closer(lambda theta, x: theta.sum(), randn(3), randn(3, seed=1), randn(2, 3), lr=0.1)
         assert not found.closer.any()
+        assert not found.ratio.any()
         torch.testing.assert_close(found.after, found.before.expand(2))
 
 
