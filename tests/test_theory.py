@@ -55,6 +55,11 @@ class TestLastLayer:
         model = Tailored(net, lambda model, x: model(x).square().sum(1), adapt=layer.adapt)
         torch.testing.assert_close(model.predict(VIEWS, layer.state(targets)).detach()[:, 0], targets)
 
+    def test_models_of_low_precision_are_served(self):
+        layer = theory.last_layer(network().bfloat16(), VIEWS.bfloat16())
+        assert layer.reaches_all
+        torch.testing.assert_close(layer.answers(*layer.solve(torch.ones(3)))[:, 0], torch.ones(3), rtol=1e-3, atol=1e-3)
+
     def test_the_solution_is_the_one_nearest_to_the_start(self):
         layer = theory.last_layer(network(), VIEWS)
         gamma, beta = layer.solve(randn(3))
@@ -369,6 +374,19 @@ class TestEnough:
     def test_features_count_as_what_is_read(self):
         found = theory.enough(network((6, 5)), lambda model, x: model.output_of("1", x).square().sum(1), randn(1, 4))
         assert found.numbers.item() == 6
+
+    def test_two_numbers_per_channel_do_not_move_a_field_freely(self):
+        net, args, _ = architecture("unet")  # GroupNorm layers of 4 and 8 channels, an answer of 8 x 8
+        found = theory.enough(net, lambda model, x: model(x).square().sum((1, 2, 3)), args[0][:1])
+        assert (found.numbers.item(), found.rank.item(), found.weights_rank.item()) == (64, 2 * (4 + 8), 64)
+        assert found.missing.item() == 64 - 24
+
+    def test_it_may_be_asked_in_inference_mode(self):
+        net, x = network((6, 2), outputs=2), randn(2, 4)
+        with torch.inference_mode():
+            inside = theory.enough(net, self.spread, x.clone(), adapt=CN("3"))
+        outside = theory.enough(net, self.spread, x, adapt=CN("3"))
+        assert torch.equal(inside.share, outside.share)
 
     def test_on_a_resnet(self):
         net, args, _ = architecture("resnet")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._adapt import CN, Adapter
 from .._bound import Bound
-from .._records import Batch
+from .._records import Batch, leaves_inference_mode
 from .._tailored import Loss, Tailored
 from .._trees import count_rows, take_rows, tensors
 from .._weights import Weights
@@ -83,10 +83,15 @@ def enough(net: nn.Module, loss: Loss, x: Any, *, adapt: Adapter | None = None, 
     """
     adapt = CN() if adapt is None else adapt
     weights = Weights(how="loop") if weights is None else weights
-    found = [_one(net, loss, take_rows(x, slice(i, i + 1)), adapt, weights) for i in range(count_rows(x))]
+    found = _all(net, loss, x, adapt, weights)
     if not found:
         raise ValueError("an empty batch holds no query to look at")
     return Enough(adapt, *(torch.tensor(column) for column in zip(*found, strict=True)))
+
+
+@leaves_inference_mode
+def _all(net: nn.Module, loss: Loss, x: Any, adapt: Adapter, weights: Adapter) -> list[tuple[float | bool, ...]]:
+    return [_one(net, loss, take_rows(x, slice(i, i + 1)), adapt, weights) for i in range(count_rows(x))]
 
 
 def _one(net: nn.Module, loss: Loss, query: Any, adapt: Adapter, weights: Adapter) -> tuple[float | bool, ...]:
@@ -152,7 +157,7 @@ class _Read:
     @torch.no_grad()
     def last_site_reaches_all(self) -> bool:
         """`thm:expresivity` for the last site of the state: full rank, in a model that is affine in it."""
-        last = [name for name in self.state if name.startswith(f"{self.sites[-1].key}.")]
+        last = [name for name in self.state if name.rpartition(".")[0] == self.sites[-1].key]
         ends = torch.tensor([t.numel() for t in self.state.values()]).cumsum(0)
         columns = [
             torch.arange(int(end) - t.numel(), int(end)) for end, (name, t) in zip(ends, self.state.items(), strict=True) if name in last

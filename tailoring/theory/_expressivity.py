@@ -127,8 +127,10 @@ def last_layer(model: nn.Module, views: Tensor) -> LastLayer:
         raise ValueError(f"{head.name!r} is given {tuple(features.shape)}, and one row for each of the {len(views)} views is needed")
     # a block whose last module made this tensor puts it out too; the innermost module finishes first
     makers = [call.name for call in calls if call.out is features and call.name]
-    bias = torch.zeros_like(layer.weight[:, 0]) if layer.bias is None else layer.bias.detach()
-    return LastLayer(model, views, head.name, makers[0] if makers else None, features, layer.weight.detach(), bias)
+    bias = torch.zeros_like(layer.weight[:, 0]) if layer.bias is None else layer.bias
+    precise = torch.promote_types(features.dtype, torch.float32)  # bfloat16 has no ranks
+    numbers = (t.detach().to(precise) for t in (features, layer.weight, bias))
+    return LastLayer(model, views, head.name, makers[0] if makers else None, *numbers)
 
 
 @dataclass(frozen=True)
