@@ -4,6 +4,7 @@ from . import baselines as baselines
 from . import losses as losses
 from . import nn as nn
 from . import random as random
+from . import theory as theory
 from ._adapt import CN as CN
 from ._adapt import Adapter as Adapter
 from ._adapt import Shift as Shift
@@ -46,5 +47,6 @@ __all__ = [
     "losses",
     "outer_losses",
     "task_losses",
+    "theory",
     "tune",
 ]
