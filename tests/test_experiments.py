@@ -402,6 +402,17 @@ def test_the_appendix_outer_loop_refuses_several_processes(folder):
     assert "one device only" in done.stderr
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_other_precisions_train_and_report(folder, precision):
+    only = ["inductive-w0.002-seed0", "meta-w0.002-lr0.01-seed0", "meta-each-w0.002-lr0.01-seed0"]
+    flags = [*TINY, "--only", *only, "--precision", precision, "--output-steps", "4"]
+    done = command("run", "planets", "--out", folder / precision, "--data", folder / "data", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "tailoring (10 steps)" in done.stdout
+    weights = trained(folder / precision / "weights", only[1])[0]
+    assert weights["layers.0.weight"].dtype == (torch.float64 if precision == "64-true" else torch.float32)
+
+
 def test_noise_has_the_size_of_the_step_it_replaces(folder, finished):
     config = tiny_config(folder)
     data = planets._nbody.load(config.data, config.system, stride=5, split="trajectory", parts=config.parts, seed=0, more=config.more)

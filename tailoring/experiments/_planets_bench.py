@@ -85,8 +85,8 @@ class Bench:
         return build(t.network, t.width, t.norm, self.mean.cpu(), self.std.cpu()).to(self.device)
 
     def validate(self, net: nn.Module) -> float:
-        part = self.validation
-        return self.error(torch.cat([net(x) for x in part.x.split(self.config.chunk)]), part.y)
+        x = self.validation.x.to(next(net.parameters()).dtype)
+        return self.error(torch.cat([net(part) for part in x.split(self.config.chunk)]), self.validation.y)
 
     @torch.no_grad()
     def curve(self, model: Tailored, part: _nbody.Planets, batch: int | None = None) -> dict[str, list[float]]:
@@ -139,7 +139,9 @@ def _curve(bench: Bench, net: nn.Module, procedure: str, lr: float, part: _nbody
             return bench.losses_of(projected(bench.law, part.x, net(part.x)), part)
     if procedure == "ttt" and part is bench.validation:
         part = part[: c.ttt_batch]  # one batch suffices to choose a step size
-    steps = c.output_steps if procedure in ("output", "ttt") or (procedure == "tailoring" and lr == c.path_lr) else c.steps
+    steps = c.output_steps if procedure in ("output", "ttt") else c.steps
+    if procedure == "tailoring" and lr == c.path_lr:  # Figure 2 follows this one further
+        steps = max(c.steps, c.output_steps)
     return bench.curve(bench.tailored(net, bench.adapter(procedure), steps, lr), part, c.ttt_batch if procedure == "ttt" else None)
 
 

@@ -23,7 +23,9 @@ def _paths(results: Results) -> Picture | None:
     figure, (ax,) = new_figure(6.5, 4.2)
     drawn = 0
     for label, method, procedure, lr in wanted:
-        chosen = results.choose(results.settings(method, c["weight"]), procedure, c["steps"])
+        chosen = results.choose(
+            results.settings(method, c["weight"]), procedure, c["output_steps" if procedure in ("output", "ttt") else "steps"]
+        )
         curve = chosen and results.curves.get((chosen.names[0], procedure, lr, "test"))
         if curve:
             ax.plot(curve["physics"], curve["mse"], ".-", markersize=3, linewidth=1, label=f"{label} (lr {lr:g})")

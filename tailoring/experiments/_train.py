@@ -90,6 +90,7 @@ def train(learners: list[Learner], x: Tensor, y: Tensor, schedule: Schedule, *, 
     make_folder(folder)
     rate = torch.tensor(schedule.lr, device=fabric.device)
     runs = [_set_up(fabric, learner, rate) for learner in learners]
+    x, y = (t.to(next(learners[0].net.parameters()).dtype) for t in (x, y))  # --precision 64-true
     checkpoint = _Checkpoint(folder, runs, schedule)
     start = checkpoint.load()
     step, index = _stepper(fabric, runs, x, y, schedule.batch // fabric.world_size)
@@ -127,9 +128,9 @@ def trained(folder: Path, name: str, *, best: bool = False) -> tuple[dict[str, T
 def _set_up(fabric: Fabric, learner: Learner, rate: Tensor) -> _Run:
     learner.objective.to(fabric.device)
     optimizer = torch.optim.Adam(learner.net.parameters(), lr=rate, fused=True, capturable=fabric.device.type == "cuda")
+    module, wrapped = fabric.setup(learner.objective, optimizer)
     for p in learner.net.parameters():  # as Adam's first step would make it: a graph must find these where they will stay
         optimizer.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    module, wrapped = fabric.setup(learner.objective, optimizer)
     return _Run(learner, module, wrapped)
 
 
