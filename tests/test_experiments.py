@@ -89,6 +89,9 @@ def test_parts_of_one_run_are_read_together(tmp_path):
     Rows(tmp_path, "x", Settings(out=Path("there"))).add(name="b")
     assert {row.get("name") for row in read_folder(tmp_path)} >= {"a", "b"}
     (tmp_path / "rows.jsonl").rename(tmp_path / "rows-b.jsonl")
+    old = (tmp_path / "rows-b.jsonl").read_text().replace('"lr": 0.1, ', "")  # from before there was such a setting
+    (tmp_path / "rows-b.jsonl").write_text(old)
+    assert len(read_folder(tmp_path)) == 6
     Rows(tmp_path, "x", Settings(lr=0.3)).add(name="c")
     with pytest.raises(ValueError, match="another config"):
         read_folder(tmp_path)

@@ -117,7 +117,8 @@ def evaluate(bench: Bench, t: Training, net: nn.Module, rows: Rows) -> None:
     """Append every result of a trained network that is not there yet, on validation and test data."""
     c = bench.config
     baseline = t.method in _COMPARED and (t.weight == c.weight or t.network != "mlp" or t.stop_early)
-    grids = {"tailoring": c.lrs, "output": c.output_lrs, "ttt": c.ttt_lrs, "projection": (0.0,), "weights": c.weights_lrs}
+    lrs, weights_lrs = (c.lrs, c.weights_lrs) if t.network == "mlp" else (c.pair_lrs, c.pair_weights_lrs)
+    grids = {"tailoring": lrs, "output": c.output_lrs, "ttt": c.ttt_lrs, "projection": (0.0,), "weights": weights_lrs}
     also = _ALSO if baseline else ("weights",) if t.adapt == "weights" else ()
     for procedure in _ALWAYS + also:
         for lr in grids[procedure]:
@@ -126,7 +127,10 @@ def evaluate(bench: Bench, t: Training, net: nn.Module, rows: Rows) -> None:
                 if not rows.has(**key):
                     rows.add(**key, **_curve(bench, net, procedure, lr, getattr(bench, part)), training=t.fields)
     shown = (
-        t.method in _ROLLED_OUT and t.seed == c.seeds[0] and (t.weight == c.weight or t.network != "mlp") and t.lr in (0, max(c.meta_lrs))
+        t.method in _ROLLED_OUT
+        and t.seed == c.seeds[0]
+        and (t.weight == c.weight or t.network != "mlp")
+        and t.lr in (0, 1e-5, max(c.meta_lrs))
     )
     if shown and c.rollout and not rows.has(kind="rollout", name=t.name):
         rows.add(kind="rollout", name=t.name, training=t.fields, **roll_outs(bench, net, best_lr(rows, t.name, c.steps)))

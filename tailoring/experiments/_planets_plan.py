@@ -58,6 +58,10 @@ class Config:
     """of output optimisation: the paper's, but for 1e-1, which it found too large"""
     weights_lrs: tuple[float, ...] = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3)
     """of tailoring all weights, whose gradients are larger"""
+    pair_lrs: tuple[float, ...] = (1e-6, 3e-6, 1e-5, 3e-5)
+    """of tailoring the pairwise network, whose scales and shifts act on all twenty pairs at once (1e-4 was too large on validation data)"""
+    pair_weights_lrs: tuple[float, ...] = (1e-6, 3e-6, 1e-5, 3e-5)
+    """of tailoring all its weights (1e-4 was too large)"""
     path_lr: float = 1e-3
     """of `lrs`, the small one with which Figure 2 follows the path for `output_steps`"""
     steps: int = 10
@@ -176,9 +180,12 @@ def plan(config: Config) -> Iterator[Training]:
         if "weights" in c.extras:
             yield replace(meta, method="mammoth", adapt="weights", lr=1e-4)  # falls as fast as with CN and 1e-3
         if "pairs" in c.extras:
-            pairs = replace(base, method="pairs", network="pairs", width=c.width // 4, weight=0.0, stop_early=True, epochs=c.epochs // 5)
+            pairs = replace(
+                base, method="pairs", network="pairs", width=c.width // 4, weight=0.0, stop_early=True, epochs=max(1, c.epochs // 10)
+            )
             yield pairs
-            yield replace(pairs, method="pairs-meta", steps=c.meta_steps, lr=max(c.meta_lrs))
+            yield replace(pairs, method="pairs-meta", steps=c.meta_steps, lr=1e-5)  # the best for tailoring the inductive one
+            yield replace(pairs, method="pairs-updates", epochs=c.meta_steps * pairs.epochs)
         if "more" in c.extras:
             more = replace(
                 base, method="more", trajectories=c.more, epochs=max(1, c.epochs * c.parts[0] // c.more), stop_early=True, weight=0.0

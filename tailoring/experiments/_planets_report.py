@@ -117,6 +117,9 @@ def _other_network(results: Results, method: str, title: str, base: Chosen, stro
     shown = _within({1: "", 5: "", 10: ""}, steps)
     rows += own("tailoring", [results.choose(settings, "tailoring", steps)], shown, "tailoring ({})")
     rows += own("weights", [results.choose(settings, "weights", steps)], shown, "tailoring, all weights ({})")
+    rows += own(
+        "updates", [results.choose(results.settings(f"{method}-updates"), "tailoring", steps)], {0: "", steps: ""}, "twice the updates ({})"
+    )
     rows += own("meta", [results.choose(results.settings(f"{method}-meta"), "tailoring", steps)], {0: "", **shown}, "meta-tailoring ({})")
     columns = ("method", "loss", "better %", "vs Table 1's %", "paper", "paper %", "setting")
     return [Table(f"{title} (early stopping on validation)", columns, rows, "better %: relative to this table's inductive network.")]

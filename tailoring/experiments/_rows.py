@@ -78,7 +78,9 @@ def read_folder(folder: Path) -> list[Row]:
     for path in sorted(folder.glob("rows*.jsonl")) or [folder / "rows.jsonl"]:
         part = list(read(path))
         if rows:
-            _refuse_another(path, part[0], rows[0])
+            common = {name: value for name, value in rows[0]["config"].items() if name in part[0]["config"]}
+            older = {**part[0], "config": {name: value for name, value in part[0]["config"].items() if name in common}}
+            _refuse_another(path, older, {**rows[0], "config": common})  # a setting that one of them did not know yet is no difference
         rows += part
     return rows
 
