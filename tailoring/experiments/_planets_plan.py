@@ -103,11 +103,11 @@ def quick() -> Config:
     """Everything in small: the same code in under three minutes on two cores. A demonstration, not evidence; its split is the easy one."""
     return Config(
         out=Path("runs/planets-quick"),
-        system=_nbody.System(trajectories=150, slots=1024),
+        system=_nbody.System(trajectories=120, slots=1024),
         split="pair",
-        parts=(100, 10, 20),
+        parts=(80, 10, 20),
         width=128,
-        epochs=30,
+        epochs=20,
         batch=512,
         weights=(),
         meta_lrs=(1e-2,),
