@@ -162,6 +162,18 @@ def test_training_is_adam_on_shuffled_batches_with_a_cosine(tmp_path):
         torch.testing.assert_close(found[0][name], value, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_recorded_graph_trains_as_the_cpu_does(tmp_path):
+    x, y = (t.cuda() for t in problem())
+    learners = [learner("a"), learner("b", 1, each=True)]
+    train(learners, x, y, Schedule(6, 16, 1e-2), fabric=Fabric(accelerator="cuda"), folder=tmp_path, progress=lambda *_: None)
+    expected = fit(tmp_path / "cpu", [learner("a"), learner("b", 1, each=True)])
+    for item, weights in zip(learners, expected, strict=True):
+        for name, value in trained(tmp_path, item.name)[0].items():
+            torch.testing.assert_close(value, weights[0][name], atol=1e-4, rtol=1e-3)
+
+
 def test_each_steps_after_every_loss(tmp_path):
     summed, each = fit(tmp_path, [learner("sum"), learner("each", each=True)])
     assert not same(summed, each)
