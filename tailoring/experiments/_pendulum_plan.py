@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def _train(t: Training, motion: Motion, progress: Progress) -> dict[str, Tensor]
         if iteration in t.at:
             kept |= {f"{iteration}.{name}": value.detach().clone() for name, value in net.state_dict().items()}
             progress(t.name, iteration, t.iterations)
-    return kept | {"seconds": torch.tensor(time.perf_counter() - began), "losses": torch.tensor(found)}
+    return kept | {"seconds": torch.tensor([time.perf_counter() - began]), "losses": torch.tensor(found)}
 
 
 def restore(t: Training, weights: dict[str, Tensor], iteration: int) -> nn.Module:
