@@ -1,0 +1,218 @@
+"""Tables and figures of the pendulum experiment."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ._pendulum_figures import pictures
+from ._report import Table, about, write
+from ._rows import Row, read
+
+COLUMNS = ("method", "one-step", "train", "test", "energy", "dH/dt", "below HNN", "setting")
+NOTE = (
+    "one-step: squared error of dx/dt on test labels; train, test: squared error of long-term predictions, mean ± standard deviation over "
+    "seeds; energy: squared error of the energy along the test prediction; dH/dt: mean rate of energy at the test states; below HNN: seeds "
+    "with a lower test error than the HNN of the same seed. What has a setting was chosen by the long-term loss on the training segments."
+)
+
+
+class Results:
+    """Result rows, asked by what they hold."""
+
+    def __init__(self, rows: Iterable[Row]):
+        self.rows = list(rows)
+        self.config: Row = self.rows[0]["config"]
+        self.results = [r for r in self.rows if r["kind"] == "result"]
+
+    def find(self, motion: str, labels: str, kind: str = "mlp", *, seeds: Sequence[int] | None = None, last: bool = True, **way: Any) -> list[Row]:
+        """Rows of networks trained in the ordinary way, or with `training=` of others; only after the last iteration, unless `last` is False."""
+        trained = {"labels": labels, "kind": kind, "steps": 0} | way.pop("training", {})
+        return [
+            r
+            for r in self.results
+            if r["motion"] == motion
+            and (seeds is None or r["seeds"] == list(seeds))
+            and (not last or r["at"] == r["training"]["iterations"])
+            and all(r["training"][n] == v for n, v in trained.items())
+            and all(r["way"][n] == v for n, v in way.items())
+        ]
+
+    def meta(self, motion: str, labels: str = "forward", *, seeds: Sequence[int] | None = None, backprop: str = "none", last: bool = True) -> list[Row]:
+        """Rows of meta-tailored networks."""
+        found = [r for r in self.results if r["training"]["steps"] and r["training"]["backprop"] == backprop and r["way"]["how"] == "tailor"]
+        return [
+            r
+            for r in found
+            if r["motion"] == motion
+            and r["training"]["labels"] == labels
+            and (seeds is None or r["seeds"] == list(seeds))
+            and (not last or r["at"] == r["training"]["iterations"])
+        ]
+
+
+def chosen(rows: Sequence[Row]) -> Row | None:
+    """The row with the lowest long-term loss on the training segments."""
+    return min(rows, key=lambda r: statistics.fmean(r["train"]), default=None)
+
+
+def same_steps(rows: Iterable[Row]) -> list[Row]:
+    """Those that predict with as many steps, of the same size, as they were trained with."""
+    return [r for r in rows if r["way"]["steps"] == r["training"]["steps"] and r["way"]["lr"] == r["training"]["lr"]]
+
+
+def stopped(rows: Sequence[Row]) -> Row | None:
+    """From rows of the same networks after more and more iterations, each seed where its own training segments were predicted best."""
+    if len(rows) < 2:
+        return None
+    best = [min(rows, key=lambda r, i=i: r["train"][i]) for i in range(len(rows[0]["seeds"]))]
+    values = {name: [r[name][i] for i, r in enumerate(best)] for name in ("train", "test", "energy", "one_step", "rate")}
+    return rows[0] | values | {"at": sorted({r["at"] for r in best})}
+
+
+def spread(values: Sequence[float]) -> str:
+    lost = sum(not math.isfinite(v) for v in values)
+    if lost:
+        return f"{lost} of {len(values)} diverged"
+    deviation = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3g}{deviation}"
+
+
+def line(label: str, row: Row | None, hnn: Row | None, setting: str = "") -> list[Sequence[str]]:
+    if row is None:
+        return []
+    mean = {name: f"{statistics.fmean(row[name]):.3g}" for name in ("one_step", "rate")}
+    below = ""
+    if hnn is not None and hnn is not row:
+        other = dict(zip(hnn["seeds"], hnn["test"], strict=True))
+        below = f"{sum(test < other[seed] for seed, test in zip(row['seeds'], row['test'], strict=True))}/{len(row['seeds'])}"
+    return [(label, mean["one_step"], spread(row["train"]), spread(row["test"]), spread(row["energy"]), mean["rate"], below, setting)]
+
+
+def setting(row: Row | None) -> str:
+    if row is None:
+        return ""
+    way, trained = row["way"], row["training"]["steps"]
+    if way["how"] == "project":
+        return f"{way['amount']:g} of it"
+    norm = "" if way["norm"] == "l1" else ", squared"
+    steps = f"{way['steps']} step{'s' * (way['steps'] != 1)}" if trained in (0, way["steps"]) else f"trained {trained}, predicts {way['steps']} steps"
+    return f"{steps}, lr {way['lr']:g}{norm}"
+
+
+def _first(rows: Sequence[Row]) -> Row | None:
+    return rows[0] if rows else None
+
+
+def _marks(results: Results, rows: Sequence[Row], like: Row | None) -> Row | None:
+    """`stopped` of the rows that share network, seeds and way with `like`."""
+    if like is None:
+        return None
+    return stopped([r for r in rows if all(r[n] == like[n] for n in ("motion", "training", "seeds", "way"))])
+
+
+def _paper(results: Results, motion: str) -> Table:
+    """The paper's protocol: forward-difference labels, the last iteration, its grid."""
+    c, seeds = results.config, results.config["seeds"]
+    hnn = _first(results.find(motion, "forward", "hnn", seeds=seeds, how="plain"))
+    first, second = (chosen(same_steps(results.meta(motion, seeds=seeds, backprop=b))) for b in ("none", "all"))
+    if first is None:
+        first = chosen(same_steps(results.meta(motion)))
+    grid = [r for r in results.find(motion, "forward", how="tailor", norm="l1") if r["way"]["steps"] in c["steps"]]
+    rows = line("baseline MLP", _first(results.find(motion, "forward", seeds=seeds, how="plain")), hnn)
+    rows += line("HNN", hnn, hnn)
+    rows += line("tailoring (no meta-training)", chosen(grid), hnn, setting(chosen(grid)))
+    rows += line("meta-tailoring, first order", first, hnn, setting(first))
+    rows += line("meta-tailoring, second order", second, hnn, setting(second))
+    rows += [()]
+    for label, kind in (("baseline MLP", "mlp"), ("HNN", "hnn")):
+        marks = results.find(motion, "forward", kind, seeds=seeds, last=False, how="plain")
+        rows += line(f"{label}, stopped early", stopped(marks), hnn, _when(stopped(marks)))
+    for label, row, order in (("first", first, "none"), ("second", second, "all")):
+        early = _marks(results, results.meta(motion, seeds=row["seeds"] if row else None, backprop=order, last=False), row)
+        rows += line(f"meta-tailoring, {label} order, stopped early", early, hnn, _when(early))
+    return Table(f"{motion.capitalize()}: the paper's protocol (forward-difference labels)", COLUMNS, rows, NOTE)
+
+
+def _when(row: Row | None) -> str:
+    return "" if row is None else f"{row['at'][0]} to {row['at'][-1]} iterations" if len(row["at"]) > 1 else f"{row['at'][0]} iterations"
+
+
+def _soft(results: Results, motion: str, labels: str, title: str) -> Table:
+    """From no conservation to full conservation of one trained baseline, and what meta-training adds."""
+    seeds = results.config["seeds"]
+    hnn = _first(results.find(motion, labels, "hnn", seeds=seeds, how="plain"))
+    projections = results.find(motion, labels, how="project")
+    long = results.find(motion, labels, how="tailor", norm="l2")
+    grid = [r for r in results.find(motion, labels, how="tailor", norm="l1") if r["way"]["steps"] in results.config["steps"]]
+    free = [r for r in results.meta(motion, labels) if len(r["seeds"]) > 1 or len(results.config["extra_seeds"]) == 1]
+    most = max(len(r["seeds"]) for r in free) if free else 0
+    rows = line("baseline MLP: no conservation", _first(results.find(motion, labels, seeds=seeds, how="plain")), hnn)
+    rows += line("HNN: a conserved energy of its own", hnn, hnn)
+    rows += line("projection: full conservation", _first([r for r in projections if r["way"]["amount"] == 1]), hnn)
+    rows += [()]
+    for label, found in (("soft projection", projections), ("tailoring, the paper's grid", grid), ("tailoring, squared loss", long)):
+        rows += line(label, chosen(found), hnn, setting(chosen(found)))
+    rows += line("meta-tailoring, same steps", chosen(same_steps(r for r in free if len(r["seeds"]) == most)), hnn, setting(chosen(same_steps(free))))
+    rows += line("meta-tailoring, steps at prediction free", chosen([r for r in free if len(r["seeds"]) == most]), hnn, setting(chosen(free)))
+    return Table(f"{motion.capitalize()}: {title}", COLUMNS, rows)
+
+
+def _grid(results: Results, motion: str) -> Table:
+    """Long-term loss, train and test, for every inner step size and number of steps."""
+    c = results.config
+    cells = {(r["training"]["steps"], r["training"]["lr"]): r for r in same_steps(results.meta(motion, seeds=c["grid_seeds"]))}
+    table = Table(
+        f"{motion.capitalize()}: the grid of meta-tailoring, seed {', '.join(map(str, c['grid_seeds']))}: long-term loss train / test",
+        ("steps", *(f"lr {lr:g}" for lr in c["lrs"])),
+    )
+    for steps in c["steps"]:
+        found = [cells.get((steps, lr)) for lr in c["lrs"]]
+        table.rows.append((str(steps), *("" if r is None else f"{spread(r['train'])} / {spread(r['test'])}" for r in found)))
+    return table
+
+
+def _sweeps(results: Results, motion: str, labels: str) -> Table:
+    """The whole way from no to full conservation."""
+    table = Table(f"{motion.capitalize()}, {labels} labels: from no to full conservation", ("softening", "train", "test", "energy", "dH/dt"))
+    families = [
+        ("projection", sorted(results.find(motion, labels, how="project"), key=lambda r: r["way"]["amount"])),
+        ("squared loss", sorted(results.find(motion, labels, how="tailor", norm="l2"), key=lambda r: r["way"]["steps"])),
+    ]
+    meta = sorted(
+        (r for r in results.meta(motion, labels) if len(r["seeds"]) > 1), key=lambda r: (r["training"]["lr"], r["training"]["steps"], r["way"]["steps"])
+    )
+    for (lr, steps), group in groupby(meta, key=lambda r: (r["training"]["lr"], r["training"]["steps"])):
+        families.append((f"meta-trained, {steps} steps of {lr:g}", list(group)))
+    for name, rows in families:
+        if table.rows and rows:
+            table.rows.append(())
+        for r in rows:
+            way = r["way"]
+            what = f"{name}, amount {way['amount']:g}" if way["how"] == "project" else f"{name}, predicts with {way['steps']} steps"
+            table.rows.append((what, spread(r["train"]), spread(r["test"]), spread(r["energy"]), f"{statistics.fmean(r['rate']):.3g}"))
+    return table
+
+
+def tables(results: Results) -> list[Table]:
+    made = []
+    for motion in results.config["motions"]:
+        made += [_paper(results, motion)]
+        made += [_soft(results, motion, "forward", "softening the forward-label networks")]
+        made += [_soft(results, motion, "central", "central-difference labels, the control")]
+        if results.meta(motion, seeds=results.config["grid_seeds"]):
+            made += [_grid(results, motion)]
+        made += [_sweeps(results, motion, labels) for labels in ("forward", "central")]
+    return made
+
+
+def report(folder: Path) -> str:
+    """Write figures and the page beside the rows; the tables as text."""
+    results = Results(read(folder / "rows.jsonl"))
+    made = tables(results)
+    write(folder, "Pendulum: Figure 3", about(results.rows), made, pictures(results.rows))
+    return "\n\n".join(table.text() for table in made)
