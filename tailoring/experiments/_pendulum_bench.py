@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ._pendulum_data import Name, load
+from ._pendulum_data import load
 from ._pendulum_nets import Norm, Projected, by_member, side_by_side, tailored
 from ._pendulum_plan import Training, restore, train
 from ._rollout import roll_out
@@ -37,9 +37,9 @@ class Way:
 class Bench:
     """A measured motion, and the long-term predictions of networks on its training and test segments."""
 
-    def __init__(self, config: Any, name: Name, rows: Rows, progress: Progress):
-        self.config, self.name, self.rows, self.progress = config, name, rows, progress
-        self.motion = load(name, config.data)
+    def __init__(self, config: Any, rows: Rows, progress: Progress):
+        self.config, self.rows, self.progress = config, rows, progress
+        self.motion = load(config.motion, config.data)
         self.law = self.motion.law
         self._weights: dict[Training, dict[str, Tensor]] = {}
 
@@ -71,8 +71,7 @@ class Bench:
         first = trainings[0]
         key = {
             "kind": "curve" if label else "result",
-            "motion": self.name,
-            "training": {n: v for n, v in asdict(first).items() if n not in ("seed", "motion")},
+            "training": {n: v for n, v in asdict(first).items() if n != "seed"},
             "seeds": [t.seed for t in trainings],
             "way": asdict(way),
             "at": at or first.iterations,
@@ -82,14 +81,15 @@ class Bench:
             if all(row.get(name) == value for name, value in key.items()):
                 return row
         nets = [restore(t, self._weights[t], key["at"]) for t in trainings]
-        self.rows.add(**key, **self._measure(nets, way, first.labels, course=label is not None))
+        self.rows.add(**key, **self._measure(nets, way, first.labels, meta=first.steps > 0, course=label is not None))
         return list(self.rows)[-1]
 
-    def _measure(self, nets: list[nn.Module], way: Way, labels: Any, course: bool) -> Row:
+    def _measure(self, nets: list[nn.Module], way: Way, labels: Any, *, meta: bool, course: bool) -> Row:
         joined = self.wrap(side_by_side(nets), way)
-        alone = [self.wrap(side_by_side([net]), way) for net in nets]
+        # Meta-trained fields can be rough for some seeds only. The others are rough for all, or none, and a second try costs a minute.
+        alone = [self.wrap(side_by_side([net]), way) for net in nets] if meta and len(nets) > 1 else []
         segments = [*self.motion.train, self.motion.test]
-        paths = roll_out([joined, *alone], segments, rtol=self.config.rtol, evaluations=self.config.evaluations)
+        paths = roll_out(joined, alone, segments, members=len(nets), rtol=self.config.rtol, evaluations=self.config.evaluations)
         errors = torch.stack([(path - s.states).square().mean((1, 2)) for path, s in zip(paths, segments, strict=True)])  # (5, members)
         test = self.motion.test
         energy, true = self.law.energy(paths[-1]), self.law.energy(test.states)

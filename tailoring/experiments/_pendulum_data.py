@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Labels = Literal["forward", "central"]
+Labels = Literal["forward", "central", "through"]
 Name = Literal["pendulum", "spring", "simulated"]
 
 
@@ -32,9 +32,9 @@ SOURCES = {
     "spring": Source("real_linear_h_1.txt", 870, "bf11e50703376b82566b635771de23845a2546e4b733beb49588c7af4eec26cc", 100.0, 2),
 }
 WHERE = (
-    "It is part of the motion data of Schmidt & Lipson, 'Distilling Free-Form Natural Laws from Experimental Data' (Science 2009), "
-    "invar_datasets.zip in that paper's supporting material; github.com/greydanus/hamiltonian-nn downloads the same file (experiment-real). "
-    "Put it into a folder named pendulum and give the folder above with --data or the variable TAILORING_DATA"
+    "It is part of invar_datasets.zip, in the supporting material of Schmidt & Lipson, 'Distilling Free-Form Natural Laws from "
+    "Experimental Data' (Science 2009); experiment-real/ of github.com/greydanus/hamiltonian-nn downloads that archive. Put the file into "
+    "a folder named pendulum, and give the folder above it with --data or the variable TAILORING_DATA"
 )
 
 
@@ -102,15 +102,20 @@ class Motion:
 
         forward   (x(t + h) - x(t)) / h, as the paper's source does; its error h x''/2 is a damping that the pendulum does not have
         central   the second-order difference over both neighbours, unequal gaps allowed
+        through   as forward, for networks that are trained through an integrator's step over the gap (see `gaps`)
         """
         first, end = (0, self.cut) if part == "train" else (self.cut, len(self.time))
         t, x = self.time[first:end], self.states[first:end]
-        if labels == "forward":
+        if labels != "central":
             gap = (t[1:] - t[:-1])[:, None]
             return x[:-1], (x[1:] - x[:-1]) / gap
         before, after = (t[1:-1] - t[:-2])[:, None], (t[2:] - t[1:-1])[:, None]
         slopes = (x[1:-1] - x[:-2]) / before, (x[2:] - x[1:-1]) / after
         return x[1:-1], (after * slopes[0] + before * slopes[1]) / (before + after)
+
+    def gaps(self) -> Tensor:
+        """The time from each training state to the next, (n, 1), in the order of `pairs`."""
+        return (self.time[1 : self.cut] - self.time[: self.cut - 1])[:, None]
 
 
 def load(name: Name, folder: Path | None) -> Motion:

@@ -11,15 +11,13 @@ from ._rows import Row
 
 
 def pictures(rows: Sequence[Row]) -> list[Picture]:
-    made = []
-    for motion in rows[0]["config"]["motions"]:
-        made += [p for p in (_courses(rows, motion), _sweep(rows, motion), _lengths(rows, motion)) if p is not None]
-    return made
+    made = (_courses(rows), _sweep(rows), _lengths(rows))
+    return [p for p in made if p is not None]
 
 
-def _courses(rows: Sequence[Row], motion: str) -> Picture | None:
+def _courses(rows: Sequence[Row]) -> Picture | None:
     """Figure 3: error and energy along the test prediction."""
-    found = [r for r in rows if r["kind"] == "curve" and r["motion"] == motion]
+    found = [r for r in rows if r["kind"] == "curve"]
     if not found:
         return None
     figure, (left, right) = new_figure(11, 4.2, columns=2)
@@ -31,14 +29,14 @@ def _courses(rows: Sequence[Row], motion: str) -> Picture | None:
     right.set(xlabel="time (s)", ylabel="energy, mean over seeds", ylim=(0, 1.6 * max(found[0]["true_energy"])))
     left.legend(frameon=False, fontsize=7)
     right.legend(frameon=False, fontsize=7)
-    return Picture(f"{motion}-figure3", f"Figure 3 ({motion}): error and energy of the long-term test prediction.", figure)
+    return Picture("figure3", "Figure 3: error and energy of the long-term test prediction.", figure)
 
 
-def _sweep(rows: Sequence[Row], motion: str) -> Picture | None:
+def _sweep(rows: Sequence[Row]) -> Picture | None:
     """Test and training loss against how much of the baseline's drift of energy is taken away."""
-    found = [r for r in rows if r["kind"] == "result" and r["motion"] == motion and r["at"] == r["training"]["iterations"]]
-    figure, axes = new_figure(11, 4.2, columns=2)
-    for ax, labels in zip(axes, ("forward", "central"), strict=True):
+    found = [r for r in rows if r["kind"] == "result" and r["at"] == r["training"]["iterations"]]
+    figure, axes = new_figure(14, 4.2, columns=3)
+    for ax, labels in zip(axes, ("forward", "central", "through"), strict=True):
         mine = [r for r in found if r["training"]["labels"] == labels]
         _projection(ax, [r for r in mine if r["way"]["how"] == "project"])
         for kind, color, text in (("mlp", "tab:gray", "baseline"), ("hnn", "tab:red", "HNN")):
@@ -47,8 +45,8 @@ def _sweep(rows: Sequence[Row], motion: str) -> Picture | None:
                 ax.axhline(statistics.fmean(plain[0]["test"]), color=color, linestyle=":", label=f"{text}, test")
         ax.set(xlabel="share of the drift of energy taken away", ylabel="long-term squared error", yscale="log", title=f"{labels} labels")
         ax.legend(frameon=False, fontsize=7)
-    caption = f"From no (0) to full (1) conservation ({motion}): soft projection of the trained baseline, mean and range over seeds."
-    return Picture(f"{motion}-sweep", caption, figure) if any(r["way"]["how"] == "project" for r in found) else None
+    caption = "From no (0) to full (1) conservation: soft projection of the trained baseline, mean and range over seeds."
+    return Picture("sweep", caption, figure) if any(r["way"]["how"] == "project" for r in found) else None
 
 
 def _projection(ax: Any, rows: Sequence[Row]) -> None:
@@ -59,9 +57,9 @@ def _projection(ax: Any, rows: Sequence[Row]) -> None:
         ax.fill_between(amounts, [min(r[part]) for r in rows], [max(r[part]) for r in rows], color=color, alpha=0.15)
 
 
-def _lengths(rows: Sequence[Row], motion: str) -> Picture | None:
+def _lengths(rows: Sequence[Row]) -> Picture | None:
     """What the length of training does to each method."""
-    found = [r for r in rows if r["kind"] == "result" and r["motion"] == motion and r["training"]["labels"] == "forward"]
+    found = [r for r in rows if r["kind"] == "result" and r["training"]["labels"] == "forward"]
     figure, (ax,) = new_figure(6.5, 4.2)
     drawn = 0
     for label, kind, meta, backprop in (
@@ -76,10 +74,14 @@ def _lengths(rows: Sequence[Row], motion: str) -> Picture | None:
             if r["training"]["kind"] == kind
             and bool(r["training"]["steps"]) == meta
             and r["training"]["backprop"] == backprop
-            and (r["way"]["how"] == "plain" if not meta else (r["way"]["steps"], r["way"]["lr"]) == (r["training"]["steps"], r["training"]["lr"]))
+            and (
+                r["way"]["how"] == "plain"
+                if not meta
+                else (r["way"]["steps"], r["way"]["lr"]) == (r["training"]["steps"], r["training"]["lr"])
+            )
         ]
         one = next((r["training"] for r in mine if r["at"] < r["training"]["iterations"]), None)
-        mine = sorted((r for r in mine if r["training"] == one and len(r["seeds"]) == len(rows[0]["config"]["seeds"])), key=lambda r: r["at"])
+        mine = sorted((r for r in mine if r["training"] == one), key=lambda r: r["at"])
         if len(mine) > 1:
             at = [r["at"] for r in mine]
             ax.semilogy(at, [statistics.median(r["test"]) for r in mine], ".-", label=label)
@@ -87,4 +89,4 @@ def _lengths(rows: Sequence[Row], motion: str) -> Picture | None:
             drawn += 1
     ax.set(xlabel="training iterations", ylabel="long-term test error, median and range of seeds")
     ax.legend(frameon=False, fontsize=8)
-    return Picture(f"{motion}-lengths", f"The length of training ({motion}, forward labels).", figure) if drawn else None
+    return Picture("lengths", "The length of training (forward labels).", figure) if drawn else None

@@ -114,16 +114,27 @@ def tailored(net: nn.Module, law: Law, *, steps: int, lr: float, norm: Norm = "l
     return Tailored(net, Drift(law, norm), adapt=CN(nn.Tanh), steps=steps, lr=lr, backprop=backprop)
 
 
-def fit(model: nn.Module, x: Tensor, y: Tensor, iterations: int) -> Iterator[float]:
+def fit(model: nn.Module, x: Tensor, y: Tensor, iterations: int, gaps: Tensor | None = None) -> Iterator[float]:
     """Train as the code of Hamiltonian Neural Networks does (Adam, 1e-3, weight decay 1e-5, all pairs at once); yields the losses.
 
-    A `Tailored` model trains through its adaptation, the losses after each inner step summed (Alg. 2).
+    A `Tailored` model trains through its adaptation, the losses after each inner step summed (Alg. 2). With `gaps` (rows, 1) what is
+    compared with y is the mean derivative over a Runge-Kutta step of that length: no difference quotient takes part.
     """
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, weight_decay=1e-5)
     for _ in range(iterations):
-        terms = list(outer_losses(model, mse_loss, x, y)) if isinstance(model, Tailored) else [mse_loss(model(x), y)]
-        loss = torch.stack(terms).sum()
+        if isinstance(model, Tailored):
+            loss = torch.stack(list(outer_losses(model, mse_loss, x, y))).sum()
+        else:
+            loss = mse_loss(model(x) if gaps is None else mean_slope(model, x, gaps), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         yield float(loss.detach())
+
+
+def mean_slope(model: nn.Module, x: Tensor, gaps: Tensor) -> Tensor:
+    """(x(t + gap) - x(t)) / gap by one step of the classical Runge-Kutta method."""
+    a = model(x)
+    b = model(x + gaps / 2 * a)
+    c = model(x + gaps / 2 * b)
+    return (a + 2 * b + 2 * c + model(x + gaps * c)) / 6

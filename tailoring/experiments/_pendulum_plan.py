@@ -55,9 +55,10 @@ def _train(t: Training, motion: Motion, progress: Progress) -> dict[str, Tensor]
     net = t.network()
     model = tailored(net, motion.law, steps=t.steps, lr=t.lr, backprop=t.backprop) if t.steps else net
     x, y = (part.float() for part in motion.pairs(t.labels, "train"))
+    gaps = motion.gaps().float() if t.labels == "through" else None
     kept: dict[str, Tensor] = {}
     began, found = time.perf_counter(), []
-    for iteration, loss in enumerate(fit(model, x, y, t.iterations), 1):
+    for iteration, loss in enumerate(fit(model, x, y, t.iterations, gaps), 1):
         found.append(loss)
         if iteration in t.at:
             kept |= {f"{iteration}.{name}": value.detach().clone() for name, value in net.state_dict().items()}

@@ -27,29 +27,30 @@ class Results:
     def __init__(self, rows: Iterable[Row]):
         self.rows = list(rows)
         self.config: Row = self.rows[0]["config"]
+        self.title = self.config["motion"].capitalize()
         self.results = [r for r in self.rows if r["kind"] == "result"]
 
-    def find(self, motion: str, labels: str, kind: str = "mlp", *, seeds: Sequence[int] | None = None, last: bool = True, **way: Any) -> list[Row]:
-        """Rows of networks trained in the ordinary way, or with `training=` of others; only after the last iteration, unless `last` is False."""
-        trained = {"labels": labels, "kind": kind, "steps": 0} | way.pop("training", {})
+    def find(self, labels: str, kind: str = "mlp", *, seeds: Sequence[int] | None = None, last: bool = True, **way: Any) -> list[Row]:
+        """Rows of networks trained in the ordinary way; only those after the last iteration, unless `last` is False."""
+        trained = {"labels": labels, "kind": kind, "steps": 0}
         return [
             r
             for r in self.results
-            if r["motion"] == motion
-            and (seeds is None or r["seeds"] == list(seeds))
+            if (seeds is None or r["seeds"] == list(seeds))
             and (not last or r["at"] == r["training"]["iterations"])
             and all(r["training"][n] == v for n, v in trained.items())
             and all(r["way"][n] == v for n, v in way.items())
         ]
 
-    def meta(self, motion: str, labels: str = "forward", *, seeds: Sequence[int] | None = None, backprop: str = "none", last: bool = True) -> list[Row]:
+    def meta(self, labels: str = "forward", *, seeds: Sequence[int] | None = None, backprop: str = "none", last: bool = True) -> list[Row]:
         """Rows of meta-tailored networks."""
-        found = [r for r in self.results if r["training"]["steps"] and r["training"]["backprop"] == backprop and r["way"]["how"] == "tailor"]
+        found = [
+            r for r in self.results if r["training"]["steps"] and r["training"]["backprop"] == backprop and r["way"]["how"] == "tailor"
+        ]
         return [
             r
             for r in found
-            if r["motion"] == motion
-            and r["training"]["labels"] == labels
+            if r["training"]["labels"] == labels
             and (seeds is None or r["seeds"] == list(seeds))
             and (not last or r["at"] == r["training"]["iterations"])
         ]
@@ -100,7 +101,11 @@ def setting(row: Row | None) -> str:
     if way["how"] == "project":
         return f"{way['amount']:g} of it"
     norm = "" if way["norm"] == "l1" else ", squared"
-    steps = f"{way['steps']} step{'s' * (way['steps'] != 1)}" if trained in (0, way["steps"]) else f"trained {trained}, predicts {way['steps']} steps"
+    steps = (
+        f"{way['steps']} step{'s' * (way['steps'] != 1)}"
+        if trained in (0, way["steps"])
+        else f"trained {trained}, predicts {way['steps']} steps"
+    )
     return f"{steps}, lr {way['lr']:g}{norm}"
 
 
@@ -112,62 +117,61 @@ def _marks(results: Results, rows: Sequence[Row], like: Row | None) -> Row | Non
     """`stopped` of the rows that share network, seeds and way with `like`."""
     if like is None:
         return None
-    return stopped([r for r in rows if all(r[n] == like[n] for n in ("motion", "training", "seeds", "way"))])
+    return stopped([r for r in rows if all(r[n] == like[n] for n in ("training", "seeds", "way"))])
 
 
-def _paper(results: Results, motion: str) -> Table:
+def _paper(results: Results) -> Table:
     """The paper's protocol: forward-difference labels, the last iteration, its grid."""
     c, seeds = results.config, results.config["seeds"]
-    hnn = _first(results.find(motion, "forward", "hnn", seeds=seeds, how="plain"))
-    first, second = (chosen(same_steps(results.meta(motion, seeds=seeds, backprop=b))) for b in ("none", "all"))
-    if first is None:
-        first = chosen(same_steps(results.meta(motion)))
-    grid = [r for r in results.find(motion, "forward", how="tailor", norm="l1") if r["way"]["steps"] in c["steps"]]
-    rows = line("baseline MLP", _first(results.find(motion, "forward", seeds=seeds, how="plain")), hnn)
+    hnn = _first(results.find("forward", "hnn", seeds=seeds, how="plain"))
+    first = chosen(same_steps(results.meta(seeds=c["meta_seeds"])))
+    second = chosen(same_steps(results.meta(seeds=c["order_seeds"], backprop="all")))
+    grid = [r for r in results.find("forward", how="tailor", norm="l1") if r["way"]["steps"] in c["steps"]]
+    rows = line("baseline MLP", _first(results.find("forward", seeds=seeds, how="plain")), hnn)
     rows += line("HNN", hnn, hnn)
     rows += line("tailoring (no meta-training)", chosen(grid), hnn, setting(chosen(grid)))
     rows += line("meta-tailoring, first order", first, hnn, setting(first))
     rows += line("meta-tailoring, second order", second, hnn, setting(second))
     rows += [()]
     for label, kind in (("baseline MLP", "mlp"), ("HNN", "hnn")):
-        marks = results.find(motion, "forward", kind, seeds=seeds, last=False, how="plain")
+        marks = results.find("forward", kind, seeds=seeds, last=False, how="plain")
         rows += line(f"{label}, stopped early", stopped(marks), hnn, _when(stopped(marks)))
     for label, row, order in (("first", first, "none"), ("second", second, "all")):
-        early = _marks(results, results.meta(motion, seeds=row["seeds"] if row else None, backprop=order, last=False), row)
+        early = _marks(results, results.meta(seeds=row["seeds"] if row else None, backprop=order, last=False), row)
         rows += line(f"meta-tailoring, {label} order, stopped early", early, hnn, _when(early))
-    return Table(f"{motion.capitalize()}: the paper's protocol (forward-difference labels)", COLUMNS, rows, NOTE)
+    return Table(f"{results.title}: the paper's protocol (forward-difference labels)", COLUMNS, rows, NOTE)
 
 
 def _when(row: Row | None) -> str:
     return "" if row is None else f"{row['at'][0]} to {row['at'][-1]} iterations" if len(row["at"]) > 1 else f"{row['at'][0]} iterations"
 
 
-def _soft(results: Results, motion: str, labels: str, title: str) -> Table:
+def _soft(results: Results, labels: str, title: str) -> Table:
     """From no conservation to full conservation of one trained baseline, and what meta-training adds."""
-    seeds = results.config["seeds"]
-    hnn = _first(results.find(motion, labels, "hnn", seeds=seeds, how="plain"))
-    projections = results.find(motion, labels, how="project")
-    long = results.find(motion, labels, how="tailor", norm="l2")
-    grid = [r for r in results.find(motion, labels, how="tailor", norm="l1") if r["way"]["steps"] in results.config["steps"]]
-    free = [r for r in results.meta(motion, labels) if len(r["seeds"]) > 1 or len(results.config["extra_seeds"]) == 1]
-    most = max(len(r["seeds"]) for r in free) if free else 0
-    rows = line("baseline MLP: no conservation", _first(results.find(motion, labels, seeds=seeds, how="plain")), hnn)
+    c, seeds = results.config, results.config["through_seeds" if labels == "through" else "seeds"]
+    hnn = _first(results.find(labels, "hnn", seeds=seeds, how="plain"))
+    projections = results.find(labels, how="project")
+    long = results.find(labels, how="tailor", norm="l2")
+    grid = [r for r in results.find(labels, how="tailor", norm="l1") if r["way"]["steps"] in results.config["steps"]]
+    full = (c["meta_seeds"], c["free_seeds"]) if labels == "forward" else (c["central_seeds"],)
+    free = [r for r in results.meta(labels) if r["seeds"] in full]
+    rows = line("baseline MLP: no conservation", _first(results.find(labels, seeds=seeds, how="plain")), hnn)
     rows += line("HNN: a conserved energy of its own", hnn, hnn)
     rows += line("projection: full conservation", _first([r for r in projections if r["way"]["amount"] == 1]), hnn)
     rows += [()]
     for label, found in (("soft projection", projections), ("tailoring, the paper's grid", grid), ("tailoring, squared loss", long)):
         rows += line(label, chosen(found), hnn, setting(chosen(found)))
-    rows += line("meta-tailoring, same steps", chosen(same_steps(r for r in free if len(r["seeds"]) == most)), hnn, setting(chosen(same_steps(free))))
-    rows += line("meta-tailoring, steps at prediction free", chosen([r for r in free if len(r["seeds"]) == most]), hnn, setting(chosen(free)))
-    return Table(f"{motion.capitalize()}: {title}", COLUMNS, rows)
+    rows += line("meta-tailoring, same steps", chosen(same_steps(free)), hnn, setting(chosen(same_steps(free))))
+    rows += line("meta-tailoring, steps at prediction free", chosen(free), hnn, setting(chosen(free)))
+    return Table(f"{results.title}: {title}", COLUMNS, rows)
 
 
-def _grid(results: Results, motion: str) -> Table:
+def _grid(results: Results) -> Table:
     """Long-term loss, train and test, for every inner step size and number of steps."""
     c = results.config
-    cells = {(r["training"]["steps"], r["training"]["lr"]): r for r in same_steps(results.meta(motion, seeds=c["grid_seeds"]))}
+    cells = {(r["training"]["steps"], r["training"]["lr"]): r for r in same_steps(results.meta(seeds=c["grid_seeds"]))}
     table = Table(
-        f"{motion.capitalize()}: the grid of meta-tailoring, seed {', '.join(map(str, c['grid_seeds']))}: long-term loss train / test",
+        f"{results.title}: the grid of meta-tailoring, seed {', '.join(map(str, c['grid_seeds']))}: long-term loss train / test",
         ("steps", *(f"lr {lr:g}" for lr in c["lrs"])),
     )
     for steps in c["steps"]:
@@ -176,15 +180,16 @@ def _grid(results: Results, motion: str) -> Table:
     return table
 
 
-def _sweeps(results: Results, motion: str, labels: str) -> Table:
+def _sweeps(results: Results, labels: str) -> Table:
     """The whole way from no to full conservation."""
-    table = Table(f"{motion.capitalize()}, {labels} labels: from no to full conservation", ("softening", "train", "test", "energy", "dH/dt"))
+    table = Table(f"{results.title}, {labels} labels: from no to full conservation", ("softening", "train", "test", "energy", "dH/dt"))
     families = [
-        ("projection", sorted(results.find(motion, labels, how="project"), key=lambda r: r["way"]["amount"])),
-        ("squared loss", sorted(results.find(motion, labels, how="tailor", norm="l2"), key=lambda r: r["way"]["steps"])),
+        ("projection", sorted(results.find(labels, how="project"), key=lambda r: r["way"]["amount"])),
+        ("squared loss", sorted(results.find(labels, how="tailor", norm="l2"), key=lambda r: r["way"]["steps"])),
     ]
     meta = sorted(
-        (r for r in results.meta(motion, labels) if len(r["seeds"]) > 1), key=lambda r: (r["training"]["lr"], r["training"]["steps"], r["way"]["steps"])
+        (r for r in results.meta(labels) if len(r["seeds"]) > 1),
+        key=lambda r: (r["training"]["lr"], r["training"]["steps"], r["way"]["steps"]),
     )
     for (lr, steps), group in groupby(meta, key=lambda r: (r["training"]["lr"], r["training"]["steps"])):
         families.append((f"meta-trained, {steps} steps of {lr:g}", list(group)))
@@ -199,15 +204,14 @@ def _sweeps(results: Results, motion: str, labels: str) -> Table:
 
 
 def tables(results: Results) -> list[Table]:
-    made = []
-    for motion in results.config["motions"]:
-        made += [_paper(results, motion)]
-        made += [_soft(results, motion, "forward", "softening the forward-label networks")]
-        made += [_soft(results, motion, "central", "central-difference labels, the control")]
-        if results.meta(motion, seeds=results.config["grid_seeds"]):
-            made += [_grid(results, motion)]
-        made += [_sweeps(results, motion, labels) for labels in ("forward", "central")]
-    return made
+    made = [
+        _paper(results),
+        _soft(results, "forward", "softening the forward-label networks"),
+        _soft(results, "central", "central-difference labels, a control"),
+        _soft(results, "through", "trained through a Runge-Kutta step, a control"),
+    ]
+    made += [_grid(results)] if results.config["chosen"] is None else []
+    return made + [_sweeps(results, labels) for labels in ("forward", "central", "through")]
 
 
 def report(folder: Path) -> str:

@@ -16,19 +16,20 @@ class _TooManyError(Exception):
     """The integrator asks for more evaluations than it may: the field is too rough, or has diverged."""
 
 
-def roll_out(nets: Sequence[nn.Module], segments: Sequence[Segment], *, rtol: float, evaluations: int) -> list[Tensor]:
-    """The trajectories that the members of a network predict, for each segment (members, time, 2); nan from where it could not go on.
+def roll_out(
+    joined: nn.Module, alone: Sequence[nn.Module], segments: Sequence[Segment], *, members: int, rtol: float, evaluations: int
+) -> list[Tensor]:
+    """The trajectories that the members of a network predict, for each segment (members, time, 2); nan for what cannot be integrated.
 
-    `nets` is one network of all members, followed by one for each member: all are integrated as one system, and if that fails for the
-    roughness of some, each by itself.
+    All members are integrated as one system; if that takes too many evaluations for the roughness of some, each by itself, if `alone`
+    holds them.
     """
-    joined, *alone = nets
-    found = _solve(joined, segments, len(alone), rtol, evaluations)
-    if found is None:
-        each = [_solve(net, segments, 1, rtol, evaluations) for net in alone]
-        lost = [torch.full((1, len(s.time), 2), torch.nan, dtype=torch.float64) for s in segments]
-        return [torch.cat(parts) for parts in zip(*(lost if one is None else one for one in each), strict=True)]
-    return found
+    found = _solve(joined, segments, members, rtol, evaluations)
+    if found is not None:
+        return found
+    each = [_solve(net, segments, 1, rtol, evaluations) for net in alone]
+    lost = [torch.full((1, len(s.time), 2), torch.nan, dtype=torch.float64) for s in segments]
+    return [torch.cat(parts) for parts in zip(*(one or lost for one in each or [None] * members), strict=True)]
 
 
 def _solve(net: nn.Module, segments: Sequence[Segment], members: int, rtol: float, evaluations: int) -> list[Tensor] | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 from ._pendulum_bench import Bench, Way, mean, others
 from ._pendulum_data import Labels, Name
@@ -23,14 +25,24 @@ class Config:
     """folder of the rows, weights and figures"""
     data: Path | None = None
     """folder that holds pendulum/real_pend_h_1.txt; else the variable TAILORING_DATA, else ../shared/data"""
-    motions: tuple[Name, ...] = ("pendulum", "spring")
-    """the paper's pendulum; and a cart on a spring, measured by the same authors, which loses energy too"""
+    motion: Name = "pendulum"
+    """the paper's; "spring" is a cart on a spring, measured by the same authors, which loses energy too"""
     seeds: tuple[int, ...] = tuple(range(10))
     """of initial weights; the paper shows one run"""
+    meta_seeds: tuple[int, ...] = tuple(range(10))
+    """of meta-tailoring with the chosen setting, first order"""
+    order_seeds: tuple[int, ...] = tuple(range(5))
+    """of the second order, which takes twice as long to train"""
+    free_seeds: tuple[int, ...] = tuple(range(5))
+    """of the setting chosen with the number of prediction steps free; fewer to stay under 15 minutes on two cores"""
+    central_seeds: tuple[int, ...] = (0, 1, 2)
+    """of meta-tailoring on central labels, a control"""
+    through_seeds: tuple[int, ...] = (0, 1, 2)
+    """of networks trained through a Runge-Kutta step, a control that takes four times as long"""
     grid_seeds: tuple[int, ...] = (0,)
-    """with which the settings of meta-tailoring are chosen: a grid of all seeds would take hours"""
-    extra_seeds: tuple[int, ...] = tuple(range(5))
-    """of meta-tailoring beyond the paper's protocol (central labels, second motion), to save time"""
+    """with which the settings of meta-tailoring are chosen: the paper's grid of 12 with all seeds would take an hour"""
+    chosen: tuple[int, float] | None = None
+    """inner steps and step size of meta-tailoring; if given, its grid is not trained"""
     iterations: int = 2000
     """as the code of Hamiltonian Neural Networks"""
     marks: int = 8
@@ -51,8 +63,8 @@ class Config:
     """of the closed-form projection: from none to full conservation"""
     rtol: float = 1e-3
     """of scipy's integrator: its default"""
-    evaluations: int = 3000
-    """after which a prediction counts as diverged; smooth fields take 300"""
+    evaluations: int = 2000
+    """of the field, after which a prediction counts as diverged; smooth ones take 300"""
     workers: int = 2
     """networks trained at a time, each on one core"""
 
@@ -61,18 +73,22 @@ def quick() -> Config:
     """Everything in small, on a simulated pendulum, in under a minute. A demonstration, not evidence."""
     return Config(
         out=Path("runs/pendulum-quick"),
-        motions=("simulated",),
+        motion="simulated",
         seeds=(0, 1),
-        extra_seeds=(0,),
-        iterations=300,
+        meta_seeds=(0, 1),
+        order_seeds=(0, 1),
+        free_seeds=(0, 1),
+        central_seeds=(0, 1),
+        through_seeds=(0, 1),
+        iterations=200,
         marks=2,
-        width=64,
+        width=32,
         lrs=(1e-2, 1e-1),
         steps=(1, 2),
         more_steps=(0, 2, 4),
-        long_steps=(1, 5, 20),
+        long_steps=(2, 8),
         amounts=(0.0, 0.5, 0.9, 1.0),
-        evaluations=1000,
+        evaluations=400,
         workers=1,
     )
 
@@ -80,54 +96,49 @@ def quick() -> Config:
 def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
     """Run what has not been run yet; the rows are in `config.out`."""
     rows = Rows(config.out, "pendulum", replace(config, workers=1))
-    parts = [part for name in config.motions for part in _parts(Bench(config, name, rows, progress))]
+    bench = Bench(config, rows, progress)
+    parts = [partial(_plain, bench, "forward", config.seeds), partial(_plain, bench, "central", config.seeds)]
+    parts += [
+        partial(_meta, bench),
+        partial(_beyond, bench),
+        partial(_plain, bench, "through", config.through_seeds),
+        partial(_courses, bench),
+    ]
     for number, part in enumerate(parts):
         progress("groups", number, len(parts))
         part()
     return config.out
 
 
-def _parts(bench: Bench) -> list:
-    main = bench.name != "spring"
-    settings = Settings(bench)
-    made = [lambda: _plain(bench, "forward"), lambda: _plain(bench, "central")]
-    made += [lambda: _meta(bench, settings)] if main else []
-    return [*made, lambda: _beyond(bench, settings, main), lambda: _courses(bench, settings)]
-
-
-def base(bench: Bench, labels: Labels, kind: str = "mlp") -> Training:
+def base(bench: Bench, labels: Labels, kind: Literal["mlp", "hnn"] = "mlp") -> Training:
     c = bench.config
-    return Training(bench.name, labels, kind, c.seeds[0], width=c.width, iterations=c.iterations, marks=c.marks)  # type: ignore[arg-type]
+    return Training(c.motion, labels, kind, c.seeds[0], width=c.width, iterations=c.iterations, marks=c.marks)
 
 
-class Settings:
-    """What was chosen, always by the long-term loss on the training segments."""
+def grid(bench: Bench) -> Iterator[Training]:
+    c = bench.config
+    for steps, lr in [c.chosen] if c.chosen else product(c.steps, c.lrs):
+        yield replace(base(bench, "forward"), steps=steps, lr=lr)
 
-    def __init__(self, bench: Bench):
-        self.bench = bench
 
-    def grid(self) -> Iterator[Training]:
-        c = self.bench.config
-        for steps, lr in product(c.steps, c.lrs):
-            yield replace(base(self.bench, "forward"), steps=steps, lr=lr)
+def paper_setting(bench: Bench) -> Training:
+    """As the paper chooses: the long-term loss on training segments, with as many steps in training as in prediction."""
+    return min(grid(bench), key=lambda t: _loss(bench, t, t.steps))
 
-    def paper(self) -> Training:
-        """As the paper: inner step size and number of steps, the same in training and prediction."""
-        return min(self.grid(), key=lambda t: self._loss(t, t.steps))
 
-    def free(self) -> tuple[Training, int]:
-        """The same with the number of prediction steps free."""
-        pairs = product(self.grid(), self.bench.config.more_steps)
-        return min(pairs, key=lambda pair: self._loss(*pair))
+def free_setting(bench: Bench) -> tuple[Training, int]:
+    """The same with the number of prediction steps free."""
+    return min(product(grid(bench), bench.config.more_steps), key=lambda pair: _loss(bench, *pair))
 
-    def _loss(self, t: Training, steps: int) -> float:
-        found = self.bench.measure(others(t, self.bench.config.grid_seeds), Way("tailor", steps, t.lr))
-        return mean(found["train"])
 
-    def way(self, labels: Labels, ways: list[Way]) -> Way:
-        """The best way of using the trained baseline."""
-        nets = others(base(self.bench, labels), self.bench.config.seeds)
-        return min(ways, key=lambda way: mean(self.bench.measure(nets, way)["train"]))
+def _loss(bench: Bench, t: Training, steps: int) -> float:
+    return mean(bench.measure(others(t, bench.config.grid_seeds), Way("tailor", steps, t.lr))["train"])
+
+
+def best_way(bench: Bench, labels: Labels, ways: list[Way]) -> Way:
+    """The best way of using the trained baseline, by the same loss."""
+    nets = others(base(bench, labels), bench.config.seeds)
+    return min(ways, key=lambda way: mean(bench.measure(nets, way)["train"]))
 
 
 def grid_ways(bench: Bench) -> list[Way]:
@@ -142,46 +153,42 @@ def projections(bench: Bench) -> list[Way]:
     return [Way("project", amount=amount) for amount in bench.config.amounts]
 
 
-def _plain(bench: Bench, labels: Labels) -> None:
-    """Ordinary training, at every mark; then all ways of softening the trained baseline."""
-    for kind in ("mlp", "hnn"):
+def _plain(bench: Bench, labels: Labels, seeds: tuple[int, ...]) -> None:
+    """Ordinary training, with forward labels at every mark; then all ways of softening the trained baseline."""
+    for kind in ("mlp", "hnn") if seeds else ():
         t = base(bench, labels, kind)
-        for at in t.at:
-            bench.measure(others(t, bench.config.seeds), Way(), at)
-    for way in grid_ways(bench) + long_ways(bench) + projections(bench):
-        bench.measure(others(base(bench, labels), bench.config.seeds), way)
+        for at in t.at if labels == "forward" else t.at[-1:]:
+            bench.measure(others(t, seeds), Way(), at)
+    for way in grid_ways(bench) + long_ways(bench) + projections(bench) if seeds else ():
+        bench.measure(others(base(bench, labels), seeds), way)
 
 
-def _meta(bench: Bench, settings: Settings) -> None:
+def _meta(bench: Bench) -> None:
     """The paper's grid; the chosen setting with all seeds at every mark, first and second order."""
-    for t in settings.grid():
-        bench.train(others(t, bench.config.grid_seeds))
-    chosen = settings.paper()
-    for t in (chosen, replace(chosen, backprop="all")):
-        bench.train(others(t, bench.config.seeds))
-        for at in t.at:
-            bench.measure(others(t, bench.config.seeds), Way("tailor", t.steps, t.lr), at)
-
-
-def _beyond(bench: Bench, settings: Settings, main: bool) -> None:
-    """More steps at prediction than in training, and meta-training on central labels; on another motion with the pendulum's settings."""
     c = bench.config
-    cases = []
-    if main:
-        cases += [(settings.paper(), c.seeds), (settings.free()[0], c.seeds), (replace(settings.paper(), labels="central"), c.extra_seeds)]
-    else:
-        first = replace(base(bench, "forward"), steps=max(c.steps), lr=1e-1)
-        cases += [(first, c.extra_seeds)]
+    bench.train([n for t in grid(bench) for n in others(t, c.grid_seeds)])
+    chosen = paper_setting(bench)
+    for nets in (others(chosen, c.meta_seeds), others(replace(chosen, backprop="all"), c.order_seeds)):
+        bench.train(nets)
+        for at in chosen.at:
+            bench.measure(nets, Way("tailor", chosen.steps, chosen.lr), at)
+
+
+def _beyond(bench: Bench) -> None:
+    """More steps at prediction than in training, and meta-training on central labels."""
+    c, chosen = bench.config, paper_setting(bench)
+    cases = [(chosen, c.meta_seeds), (free_setting(bench)[0], c.free_seeds), (replace(chosen, labels="central"), c.central_seeds)]
     for t, seeds in cases:
         nets = others(t, seeds)
         bench.train(nets)
-        for steps in sorted({*c.more_steps, t.steps}):
+        for steps in sorted({*c.more_steps, t.steps}) if seeds else ():
             bench.measure(nets, Way("tailor", steps, t.lr))
 
 
-def _courses(bench: Bench, settings: Settings) -> None:
+def _courses(bench: Bench) -> None:
     """The course of the test prediction for Figure 3."""
-    c = bench.config
+    c, chosen = bench.config, paper_setting(bench)
+    free, steps = free_setting(bench)
 
     def draw(label: str, t: Training, way: Way, seeds: tuple[int, ...] = c.seeds) -> None:
         bench.measure(others(t, seeds), way, label=label)
@@ -189,11 +196,8 @@ def _courses(bench: Bench, settings: Settings) -> None:
     draw("baseline", base(bench, "forward"), Way())
     draw("HNN", base(bench, "forward", "hnn"), Way())
     draw("baseline, central labels", base(bench, "central"), Way())
-    draw("tailoring", base(bench, "forward"), settings.way("forward", grid_ways(bench)))
-    draw("soft projection", base(bench, "forward"), settings.way("forward", projections(bench)))
-    if bench.name != "spring":
-        chosen = settings.paper()
-        draw("meta-tailoring", chosen, Way("tailor", chosen.steps, chosen.lr))
-        draw("meta-tailoring, second order", replace(chosen, backprop="all"), Way("tailor", chosen.steps, chosen.lr))
-        free, steps = settings.free()
-        draw("meta-tailoring, more steps", free, Way("tailor", steps, free.lr))
+    draw("tailoring", base(bench, "forward"), best_way(bench, "forward", grid_ways(bench)))
+    draw("soft projection", base(bench, "forward"), best_way(bench, "forward", projections(bench)))
+    draw("meta-tailoring", chosen, Way("tailor", chosen.steps, chosen.lr), c.meta_seeds)
+    draw("meta-tailoring, second order", replace(chosen, backprop="all"), Way("tailor", chosen.steps, chosen.lr), c.order_seeds)
+    draw("meta-tailoring, more steps", free, Way("tailor", steps, free.lr), c.free_seeds)

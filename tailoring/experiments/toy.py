@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,9 +26,9 @@ class Config:
 
     out: Path = Path("runs/toy")
     """folder of the rows, maps and figures"""
-    data: Gaussians = Gaussians()
+    data: Gaussians = field(default_factory=Gaussians)
     """two classes as in Ilyas et al. (2019), whose numbers the paper does not give: ours, one wide and one narrow direction"""
-    window: Window = Window()
+    window: Window = field(default_factory=Window)
     """where the decisions are mapped"""
     eps: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0, 4.0)
     """radii of the ball in which the most likely point is sought: several, as in the figure; the values are ours"""
