@@ -257,7 +257,7 @@ def test_two_workers_train_what_one_does(tmp_path):
     for workers in (1, 2):
         config = replace(short, out=tmp_path / str(workers), workers=workers)
         bench = pendulum.Bench(config, pendulum.Rows(config.out, "pendulum", config), lambda what, done, total: None)
-        found = bench.measure(pendulum.others(pendulum.base(bench, "forward"), config.seeds), pendulum.Way())
+        (found,) = bench.measure([pendulum.Job(pendulum.others(pendulum.base(bench, "forward"), config.seeds))])
         results.append((found["train"], found["test"]))
     assert results[0] == results[1]
 

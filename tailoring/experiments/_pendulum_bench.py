@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,60 +32,84 @@ class Way:
     amount: float = 0.0
 
 
+@dataclass(frozen=True)
+class Job:
+    """Networks that differ in their seeds, used in one way, after `at` iterations; with a label the course of the prediction is kept."""
+
+    trainings: tuple[Training, ...]
+    way: Way = field(default_factory=Way)
+    at: int = 0  # 0: the last
+    label: str = ""
+
+    @property
+    def key(self) -> Row:
+        first = self.trainings[0]
+        return {
+            "kind": "curve" if self.label else "result",
+            "training": {name: value for name, value in asdict(first).items() if name != "seed"},
+            "seeds": [t.seed for t in self.trainings],
+            "way": asdict(self.way),
+            "at": self.at or first.iterations,
+            **({"label": self.label} if self.label else {}),
+        }
+
+
 class Bench:
-    """A measured motion, and the long-term predictions of networks on its training and test segments."""
+    """Trains networks and measures their predictions, `workers` at a time; what was done before is read back."""
 
     def __init__(self, config: Any, rows: Rows, progress: Progress):
         self.config, self.rows, self.progress = config, rows, progress
-        self.motion = load(config.motion, config.data)
-        self.law = self.motion.law
-        self._weights: dict[Training, dict[str, Tensor]] = {}
+        self.judge = Judge(config)
 
     def train(self, trainings: Sequence[Training]) -> None:
-        """Train what has not been trained yet, `workers` networks at a time."""
-        folder, todo = self.config.out / "weights", [t for t in dict.fromkeys(trainings) if t not in self._weights]
-        work = partial(_train, self.config.data, folder)
+        todo = [t for t in dict.fromkeys(trainings) if not self.rows.has(kind="training", name=t.name)]
+        for t, weights in zip(todo, self._each(self.judge.weights, todo, "training"), strict=True):
+            about = {"seconds": round(float(weights["seconds"]), 1), "loss": float(weights["losses"][-1])}
+            self.rows.add(kind="training", name=t.name, training=asdict(t), **about)
+
+    def measure(self, jobs: Sequence[Job]) -> list[Row]:
+        """The errors of each job, one value for each seed; appended to the rows if they are not there yet."""
+        self.train([t for job in jobs for t in job.trainings])
+        todo = [job for job in dict.fromkeys(jobs) if self._found(job) is None]
+        for job, found in zip(todo, self._each(self.judge.measure, todo, "predictions"), strict=True):
+            self.rows.add(**job.key, **found)
+        return [row for job in jobs if (row := self._found(job)) is not None]
+
+    def _found(self, job: Job) -> Row | None:
+        key = job.key
+        return next((row for row in self.rows if all(row.get(name) == value for name, value in key.items())), None)
+
+    def _each(self, function: Callable[[Any], Any], todo: Sequence[Any], what: str) -> Iterator[Any]:
         if self.config.workers == 1 or len(todo) < 2:
-            for done, t in enumerate(todo):
-                self.progress(f"training {t.name}", done, len(todo))
-                self._weights[t] = train(t, self.motion, folder, self.progress)
+            results = map(function, todo)
+            yield from self._counted(results, len(todo), what)
         else:
-            with ProcessPoolExecutor(self.config.workers, get_context("spawn")) as pool:  # fork and torch's threads do not agree
-                for done, (t, weights) in enumerate(zip(todo, pool.map(work, todo), strict=True), 1):
-                    self._weights[t] = weights
-                    self.progress(f"training {t.name}", done, len(todo))
-        for t in todo:
-            if not self.rows.has(kind="training", name=t.name):
-                weights = self._weights[t]
-                about = {"seconds": round(float(weights["seconds"]), 1), "loss": float(weights["losses"][-1])}
-                self.rows.add(kind="training", name=t.name, training=asdict(t), **about)
+            with ProcessPoolExecutor(self.config.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:  # torch dislikes fork
+                yield from self._counted(pool.map(function, todo), len(todo), what)
 
-    def measure(self, trainings: Sequence[Training], way: Way, at: int | None = None, label: str | None = None) -> Row:
-        """Append (once) and return the errors of these networks, one for each seed, after `at` iterations (the last, if not given).
+    def _counted(self, results: Iterator[Any], total: int, what: str) -> Iterator[Any]:
+        for done, result in enumerate(results, 1):
+            yield result
+            self.progress(what, done, total)
 
-        With a label the row also holds the course of the test prediction, for the figure.
-        """
-        self.train(trainings)
-        first = trainings[0]
-        key = {
-            "kind": "curve" if label else "result",
-            "training": {n: v for n, v in asdict(first).items() if n != "seed"},
-            "seeds": [t.seed for t in trainings],
-            "way": asdict(way),
-            "at": at or first.iterations,
-            **({"label": label} if label else {}),
-        }
-        for row in self.rows:
-            if all(row.get(name) == value for name, value in key.items()):
-                return row
-        nets = [restore(t, self._weights[t], key["at"]) for t in trainings]
-        self.rows.add(**key, **self._measure(nets, way, first.labels, meta=first.steps > 0, course=label is not None))
-        return list(self.rows)[-1]
 
-    def _measure(self, nets: list[nn.Module], way: Way, labels: Any, *, meta: bool, course: bool) -> Row:
-        joined = self.wrap(side_by_side(nets), way)
+class Judge:
+    """A measured motion, and the long-term predictions of networks on its training and test segments."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.motion = load(config.motion, config.data)
+        self.law = self.motion.law
+
+    def weights(self, t: Training) -> dict[str, Tensor]:
+        return train(t, self.motion, self.config.out / "weights")
+
+    def measure(self, job: Job) -> Row:
+        nets = [restore(t, self.weights(t), job.key["at"]) for t in job.trainings]
+        joined = self.wrap(side_by_side(nets), job.way)
         # Meta-trained fields can be rough for some seeds only. The others are rough for all, or none, and a second try costs a minute.
-        alone = [self.wrap(side_by_side([net]), way) for net in nets] if meta and len(nets) > 1 else []
+        again = nets if job.trainings[0].steps and len(nets) > 1 else []
+        alone = [self.wrap(side_by_side([net]), job.way) for net in again]
         segments = [*self.motion.train, self.motion.test]
         paths = roll_out(joined, alone, segments, members=len(nets), rtol=self.config.rtol, evaluations=self.config.evaluations)
         errors = torch.stack([(path - s.states).square().mean((1, 2)) for path, s in zip(paths, segments, strict=True)])  # (5, members)
@@ -97,12 +119,12 @@ class Bench:
             "train": _numbers(errors[:4].mean(0)),
             "test": _numbers(errors[4]),
             "energy": _numbers((energy - true).square().mean(1)),
-            **self._one_step(joined, len(nets), labels),
+            **self._one_step(joined, len(nets), job.trainings[0].labels),
         }
-        if course:
+        if job.label:
             squared = (paths[-1] - test.states).square().mean(2)
-            found |= {"time": _numbers(test.time), "error": _numbers(squared.mean(0)), "mean_energy": _numbers(energy.mean(0))}
-            found |= {"energy_deviation": _numbers(energy.std(0)) if len(nets) > 1 else [], "true_energy": _numbers(true)}
+            found |= {"time": _numbers(test.time), "error": _numbers(squared.mean(0))}
+            found |= {"mean_energy": _numbers(energy.mean(0)), "true_energy": _numbers(true)}
         return found
 
     @torch.no_grad()
@@ -119,11 +141,6 @@ class Bench:
         return tailored(net, self.law, steps=way.steps, lr=way.lr, norm=way.norm) if way.how == "tailor" else net
 
 
-def _train(data: Path | None, folder: Path, t: Training) -> dict[str, Tensor]:
-    torch.set_num_threads(1)
-    return train(t, load(t.motion, data), folder, lambda what, done, total: None)
-
-
 def _numbers(values: Tensor) -> list[float]:
     """Four digits are enough for a row; what diverged is infinite."""
     return [math.inf if math.isnan(v) or math.isinf(v) else float(f"{v:.4g}") for v in values.tolist()]
@@ -133,6 +150,6 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def others(t: Training, seeds: Sequence[int]) -> list[Training]:
+def others(t: Training, seeds: Sequence[int]) -> tuple[Training, ...]:
     """The same training from each of these seeds."""
-    return [replace(t, seed=seed) for seed in seeds]
+    return tuple(replace(t, seed=seed) for seed in seeds)

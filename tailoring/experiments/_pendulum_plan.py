@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ._cache import cached
 from ._pendulum_data import Labels, Motion, Name
 from ._pendulum_nets import HNN, MLP, fit, tailored
-from ._train import Progress
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,12 @@ class Training:
         return (MLP if self.kind == "mlp" else HNN)(1, self.width)
 
 
-def train(t: Training, motion: Motion, folder: Path, progress: Progress) -> dict[str, Tensor]:
+def train(t: Training, motion: Motion, folder: Path) -> dict[str, Tensor]:
     """The weights at every mark, under `ITERATION.NAME`, with `seconds` and `losses`; from `folder` where they were left before."""
-    return cached(folder, t.name, t, lambda: _train(t, motion, progress))
+    return cached(folder, t.name, t, lambda: _train(t, motion))
 
 
-def _train(t: Training, motion: Motion, progress: Progress) -> dict[str, Tensor]:
+def _train(t: Training, motion: Motion) -> dict[str, Tensor]:
     net = t.network()
     model = tailored(net, motion.law, steps=t.steps, lr=t.lr, backprop=t.backprop) if t.steps else net
     x, y = (part.float() for part in motion.pairs(t.labels, "train"))
@@ -62,7 +61,6 @@ def _train(t: Training, motion: Motion, progress: Progress) -> dict[str, Tensor]
         found.append(loss)
         if iteration in t.at:
             kept |= {f"{iteration}.{name}": value.detach().clone() for name, value in net.state_dict().items()}
-            progress(t.name, iteration, t.iterations)
     return kept | {"seconds": torch.tensor([time.perf_counter() - began]), "losses": torch.tensor(found)}
 
 
