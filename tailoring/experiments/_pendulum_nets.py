@@ -58,9 +58,9 @@ class HNN(nn.Module):
         self.energy = MLP(members, width, outputs=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, tanh, second, _, last = self.energy
-        h1 = tanh(first(x))
-        h2 = tanh(second(h1))
+        first, second, last = (layer for layer in self.energy if isinstance(layer, Blocks))
+        h1 = torch.tanh(first(x))
+        h2 = torch.tanh(second(h1))
         g2 = (1 - h2.square()) * last.weight.flatten()  # dH/d(second layer), (rows, members * width)
         g1 = (1 - h1.square()) * _blocks(g2, second.weight.mT)
         dq, dp = _blocks(g1, first.weight.mT).unflatten(1, (-1, 2)).unbind(-1)

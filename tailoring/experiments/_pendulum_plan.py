@@ -14,6 +14,8 @@ from ._cache import cached
 from ._pendulum_data import Labels, Motion, Name
 from ._pendulum_nets import HNN, MLP, fit, tailored
 
+Kind = Literal["mlp", "hnn"]
+
 
 @dataclass(frozen=True)
 class Training:
@@ -21,7 +23,7 @@ class Training:
 
     motion: Name
     labels: Labels
-    kind: Literal["mlp", "hnn"]
+    kind: Kind
     seed: int
     steps: int = 0
     lr: float = 0.0

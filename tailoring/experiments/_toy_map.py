@@ -65,13 +65,13 @@ def accuracies(data: Gaussians, window: Window, z: Tensor, radii: Sequence[float
     Exact for the map: a point counts if its own label is right and the nearest point of the other label is further than the radius;
     points are weighed by their density. The attacker knows everything, the tailoring included.
     """
-    fine = ndimage.zoom(z.double().numpy(), [(refine * (n - 1) + 1) / n for n in z.shape], order=1, grid_mode=False)
+    fine = np.asarray(ndimage.zoom(z.double().numpy(), [(refine * (n - 1) + 1) / n for n in z.shape], order=1, grid_mode=False))
     x, y = (axis.double().numpy() for axis in window.axes(refine))
     step = window.pixel / refine
     total = np.zeros(len(radii))
     for label in (-1, 1):
         right = (fine > 0) == (label > 0)
-        distance = ndimage.distance_transform_edt(right) * step if not right.all() else np.full(right.shape, np.inf)
+        distance = np.asarray(ndimage.distance_transform_edt(right)) * step
         log_p = [stats.norm.logpdf(v, label * m, s) for v, m, s in zip((x, y), data.mean, data.deviation, strict=True)]
         weight = np.exp(log_p[1][:, None] + log_p[0][None, :])
         weight /= weight.sum()

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Literal
 
 from ._pendulum_bench import Bench, Job, Way, mean, others
 from ._pendulum_data import Labels, Name
-from ._pendulum_plan import Training
+from ._pendulum_plan import Kind, Training
 from ._pendulum_report import report as report
 from ._rows import Rows
 from ._train import Progress
@@ -105,7 +104,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     return config.out
 
 
-def base(bench: Bench, labels: Labels, kind: Literal["mlp", "hnn"] = "mlp") -> Training:
+def base(bench: Bench, labels: Labels, kind: Kind = "mlp") -> Training:
     c = bench.config
     return Training(c.motion, labels, kind, c.seeds[0], width=c.width, iterations=c.iterations, marks=c.marks)
 
@@ -155,10 +154,9 @@ def projections(bench: Bench) -> list[Way]:
 def _plain(bench: Bench, labels: Labels) -> None:
     """Ordinary training, with forward labels at every mark; then ways of softening the trained baseline."""
     c = bench.config
-    if labels == "through":
-        kinds, seeds, ways = ("mlp",), c.through_seeds, projections(bench)
-    else:
-        kinds, seeds, ways = ("mlp", "hnn"), c.seeds, projections(bench) + long_ways(bench)
+    kinds: list[Kind] = ["mlp"] if labels == "through" else ["mlp", "hnn"]
+    seeds = c.through_seeds if labels == "through" else c.seeds
+    ways = projections(bench) + (long_ways(bench) if labels != "through" else [])
     marks = base(bench, labels).at if labels == "forward" else [c.iterations]
     ways += grid_ways(bench) if labels == "forward" else []
     if seeds:

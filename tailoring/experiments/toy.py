@@ -71,6 +71,9 @@ class Separator(nn.Module):
     Only the separator z can be tailored; what both classes share, which says how likely x is, stays.
     """
 
+    mean: Tensor
+    variance: Tensor
+
     def __init__(self, data: Gaussians):
         super().__init__()
         self.separator = nn.Linear(2, 1)
@@ -88,6 +91,8 @@ class Separator(nn.Module):
 
 class Means(nn.Module):
     """The same log-densities, with the two means as what can be tailored: f_j(x) = -sum_k ((x - mu_j) / sigma)_k^2 / 2."""
+
+    variance: Tensor
 
     def __init__(self, data: Gaussians):
         super().__init__()
