@@ -104,6 +104,17 @@ class Judge:
     def weights(self, t: Training) -> dict[str, Tensor]:
         return train(t, self.motion, self.config.out / "weights")
 
+    def rates(self) -> Row:
+        """The mean rate of change of energy, as measured and as the labels have it."""
+        m, found = self.motion, {}
+        energy, parts = self.law.energy(m.states), {"train": (0, m.cut - 1), "test": (m.cut, len(m.time) - 1)}
+        for part, (first, last) in parts.items():
+            found[part] = {"measured": float((energy[last] - energy[first]) / (m.time[last] - m.time[first]))}
+            for labels in ("forward", "central"):
+                x, y = m.pairs(labels, part)  # type: ignore[arg-type]
+                found[part][labels] = float((self.law.gradient(x) * y).sum(1).mean())
+        return found
+
     def measure(self, job: Job) -> Row:
         nets = [restore(t, self.weights(t), job.key["at"]) for t in job.trainings]
         joined = self.wrap(side_by_side(nets), job.way)

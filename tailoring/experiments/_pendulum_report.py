@@ -203,15 +203,41 @@ def _sweeps(results: Results, labels: str) -> Table:
     return table
 
 
+def _labels(results: Results) -> list[Table]:
+    """How fast energy is lost, in truth and in the labels."""
+    columns = ("mean dH/dt", "measured", "forward labels", "central labels", "forward / measured")
+    rows: list[Sequence[str]] = [
+        (part, *(f"{of[name]:.4f}" for name in ("measured", "forward", "central")), f"{of['forward'] / of['measured']:.0f}")
+        for row in results.rows
+        if row["kind"] == "data"
+        for part, of in row["rates"].items()
+    ]
+    return [Table(f"{results.title}: the energy that the labels lose", columns, rows)] if rows else []
+
+
+def _times(results: Results) -> Table:
+    """What training took, by kind of network."""
+    groups: dict[str, list[float]] = {}
+    for row in results.rows:
+        if row["kind"] == "training":
+            t = row["training"]
+            how = f", {t['steps']} inner steps{', second order' * (t['backprop'] == 'all')}" if t["steps"] else ""
+            groups.setdefault(f"{t['kind'].upper()}{how}{', through Runge-Kutta' * (t['labels'] == 'through')}", []).append(row["seconds"])
+    rows: list[Sequence[str]] = [(name, str(len(v)), f"{statistics.fmean(v):.0f}", f"{sum(v):.0f}") for name, v in groups.items()]
+    total = sum(sum(v) for v in groups.values())
+    return Table(f"{results.title}: training, {total:.0f} core-seconds in all", ("network", "trained", "seconds each", "seconds"), rows)
+
+
 def tables(results: Results) -> list[Table]:
     made = [
+        *_labels(results),
         _paper(results),
         _soft(results, "forward", "softening the forward-label networks"),
         _soft(results, "central", "central-difference labels, a control"),
         _soft(results, "through", "trained through a Runge-Kutta step, a control"),
     ]
     made += [_grid(results)] if results.config["chosen"] is None else []
-    return made + [_sweeps(results, labels) for labels in ("forward", "central", "through")]
+    return made + [_sweeps(results, labels) for labels in ("forward", "central", "through")] + [_times(results)]
 
 
 def report(folder: Path) -> str:

@@ -96,6 +96,8 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     """Run what has not been run yet; the rows are in `config.out`."""
     rows = Rows(config.out, "pendulum", replace(config, workers=1))
     bench = Bench(config, rows, progress)
+    if not rows.has(kind="data"):
+        rows.add(kind="data", rates=bench.judge.rates())
     parts = [partial(_plain, bench, "forward"), partial(_plain, bench, "central"), partial(_meta, bench), partial(_beyond, bench)]
     parts += [partial(_plain, bench, "through"), partial(_courses, bench)]
     for number, part in enumerate(parts):
