@@ -35,8 +35,12 @@ def _courses(rows: Sequence[Row]) -> Picture | None:
 def _sweep(rows: Sequence[Row]) -> Picture | None:
     """Test and training loss against how much of the baseline's drift of energy is taken away."""
     found = [r for r in rows if r["kind"] == "result" and r["at"] == r["training"]["iterations"]]
-    figure, axes = new_figure(14, 4.2, columns=3)
-    for ax, labels in zip(axes, ("forward", "central", "through"), strict=True):
+    softened = [r["training"]["labels"] for r in found if r["way"]["how"] == "project"]
+    kinds = [labels for labels in ("forward", "central", "through") if labels in softened]
+    if not kinds:
+        return None
+    figure, axes = new_figure(4.7 * len(kinds), 4.2, columns=len(kinds))
+    for ax, labels in zip(axes, kinds, strict=True):
         mine = [r for r in found if r["training"]["labels"] == labels]
         _projection(ax, [r for r in mine if r["way"]["how"] == "project"])
         for kind, color, text in (("mlp", "tab:gray", "baseline"), ("hnn", "tab:red", "HNN")):
@@ -46,7 +50,7 @@ def _sweep(rows: Sequence[Row]) -> Picture | None:
         ax.set(xlabel="share of the drift of energy taken away", ylabel="long-term squared error", yscale="log", title=f"{labels} labels")
         ax.legend(frameon=False, fontsize=7)
     caption = "From no (0) to full (1) conservation: soft projection of the trained baseline, mean and range over seeds."
-    return Picture("sweep", caption, figure) if any(r["way"]["how"] == "project" for r in found) else None
+    return Picture("sweep", caption, figure)
 
 
 def _projection(ax: Any, rows: Sequence[Row]) -> None:

@@ -237,7 +237,8 @@ def tables(results: Results) -> list[Table]:
         _soft(results, "through", "trained through a Runge-Kutta step, a control"),
     ]
     made += [_grid(results)] if results.config["chosen"] is None else []
-    return made + [_sweeps(results, labels) for labels in ("forward", "central", "through")] + [_times(results)]
+    made += [_sweeps(results, labels) for labels in ("forward", "central", "through")] + [_times(results)]
+    return [table for table in made if any(table.rows)]
 
 
 def report(folder: Path) -> str:
