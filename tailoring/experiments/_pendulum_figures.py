@@ -84,8 +84,8 @@ def _lengths(rows: Sequence[Row]) -> Picture | None:
                 else (r["way"]["steps"], r["way"]["lr"]) == (r["training"]["steps"], r["training"]["lr"])
             )
         ]
-        one = next((r["training"] for r in mine if r["at"] < r["training"]["iterations"]), None)
-        mine = sorted((r for r in mine if r["training"] == one), key=lambda r: r["at"])
+        one = next(((r["training"], r["seeds"]) for r in mine if r["at"] < r["training"]["iterations"]), None)
+        mine = sorted((r for r in mine if (r["training"], r["seeds"]) == one), key=lambda r: r["at"])
         if len(mine) > 1:
             at = [r["at"] for r in mine]
             ax.semilogy(at, [statistics.median(r["test"]) for r in mine], ".-", label=label)
