@@ -1,0 +1,1 @@
+"""The experiments: each is a `Config`, `quick()`, `run(config)` and `report(folder)`."""
