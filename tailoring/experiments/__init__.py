@@ -1,1 +1,1 @@
-"""The experiments: each is a `Config`, `quick()`, `run(config)` and `report(folder)`."""
+"""The experiments of the paper: one module each, with `Config`, `quick`, `run` and `report`."""
