@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-EXPERIMENTS = {"planets": "five planets that conserve energy and momentum (Table 1, Figure 2)"}
+EXPERIMENTS = {
+    "planets": "five planets that conserve energy and momentum (Table 1, Figure 2)",
+    "pendulum": "a real pendulum that nearly conserves its energy (Figure 3)",
+    "toy": "two Gaussians, a linear separator and its adversary (the toy example of the appendix)",
+}
 
 COMMANDS = ("run", "report", "certify")
 
