@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -269,9 +271,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    done = command("run", "planets", "--out", folder / "out", "--data", folder / "data", *TINY)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["run", "planets", "--out", str(folder / "out"), "--data", str(folder / "data"), *TINY]) == 0
+    return said.getvalue()
 
 
 def results(folder):
@@ -323,10 +326,9 @@ def test_a_finished_run_is_not_run_again(finished, folder):
     assert time.monotonic() - start < 60
 
 
-def test_the_report_has_our_numbers_beside_the_papers(finished, folder):
-    done = command("report", "planets", "--out", folder / "out")
-    assert done.returncode == 0
-    assert "Larger than the seeds' spread" in done.stdout
+def test_the_report_has_our_numbers_beside_the_papers(finished, folder, capsys):
+    assert main(["report", "planets", "--out", str(folder / "out")]) == 0
+    assert "Larger than the seeds' spread" in capsys.readouterr().out
     page = (folder / "out" / "report.html").read_text()
     for _, relative in PAPER.values():
         assert relative is None or relative in page
