@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -208,13 +207,13 @@ def test_a_stopped_training_goes_on_to_the_same_result(tmp_path):
     with pytest.raises(StopError):
         train([learner("a"), learner("b", 1, each=True)], x, y, schedule, fabric=Fabric(accelerator="cpu"), folder=tmp_path, progress=stop)
     assert trained(tmp_path, "a") is None
-    (checkpoint,) = tmp_path.glob("*.checkpoint")
-    stamp = checkpoint.stat().st_mtime
-    time.sleep(0.01)
-    again = fit(tmp_path, [learner("a"), learner("b", 1, each=True)], checkpoint_seconds=1e9)
-    assert stamp
-    assert same(whole[0], again[0])
-    assert same(whole[1], again[1])
+    epochs = []
+    again = [learner("a"), learner("b", 1, each=True)]
+    progress = lambda what, done, total: epochs.append(done)  # noqa: E731
+    train(again, x, y, schedule, fabric=Fabric(accelerator="cpu"), folder=tmp_path, progress=progress)
+    assert epochs == [5, 6]  # from the checkpoint, not from the start
+    assert same(whole[0], trained(tmp_path, "a"))
+    assert same(whole[1], trained(tmp_path, "b"))
     assert not list(tmp_path.glob("*.checkpoint"))
 
 
@@ -319,11 +318,9 @@ def tiny_config(folder):
 
 def test_a_finished_run_is_not_run_again(finished, folder):
     before = (folder / "out" / "rows.jsonl").read_text()
-    start = time.monotonic()
     planets.run(tiny_config(folder))
     added = (folder / "out" / "rows.jsonl").read_text()[len(before) :]
     assert [json.loads(line)["kind"] for line in added.splitlines()] == ["session"]
-    assert time.monotonic() - start < 60
 
 
 def test_the_report_has_our_numbers_beside_the_papers(finished, folder, capsys):
@@ -445,6 +442,14 @@ def test_noise_has_the_size_of_the_step_it_replaces(folder, finished):
     noisy = [float(loss) for loss in noise_losses(model, mse, x, y)]
     assert len(noisy) == 2
     assert all(abs(loss - plain) / plain > 1e-7 for loss in noisy)
+    used, predict = [], model.predict
+    model.predict = lambda x, state: (used.append(state), predict(x, state))[1]
+    list(noise_losses(model, mse, x, y))
+    for start, step, noise in zip([next(iter(model.states(x)))] * 2, list(model.states(x))[1:], used, strict=True):
+        for name in start:
+            sizes = [(state[name] - start[name]).square().mean().sqrt() for state in (noise, step)]
+            torch.testing.assert_close(*sizes, rtol=0.1, atol=1e-9)
+            assert not torch.allclose(noise[name] - start[name], step[name] - start[name], atol=float(sizes[0]) / 10)
     still = bench.learner(replace(t, lr=0.0)).objective.model
     assert [float(loss) for loss in noise_losses(still, mse, x, y)] == pytest.approx([plain, plain])
 

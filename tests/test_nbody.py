@@ -261,7 +261,8 @@ def test_a_damaged_cache_is_made_again(tmp_path, damage):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes({"truncated": content[:-100], "changed": content, "empty": b""}[damage])
-    assert torch.equal(cached(tmp_path, "x", Settings(), make)["a"], torch.arange(1000))
+    with pytest.warns(UserWarning, match="damaged"):
+        assert torch.equal(cached(tmp_path, "x", Settings(), make)["a"], torch.arange(1000))
     assert torch.equal(cached(tmp_path, "x", Settings(), lambda: pytest.fail("made twice"))["a"], torch.arange(1000))
 
 

@@ -267,3 +267,18 @@ def test_the_simulated_pendulum_is_much_like_the_measured_one():
     assert found.states.shape == (60, 2)
     slope = (found.states[2:, 0] - found.states[:-2, 0]) / (found.time[2:] - found.time[:-2])
     torch.testing.assert_close(slope, found.states[1:-1, 1], atol=0.02, rtol=0)  # p is dq/dt
+
+
+def test_the_tables_in_the_docs_are_those_of_the_committed_rows():
+    folder = Path(__file__).parents[1] / "docs" / "experiments" / "pendulum"
+    page = folder.with_suffix(".md").read_text()
+    results = reports.Results(read(folder / "rows.jsonl"))
+    tables = [
+        reports._paper(results),
+        reports._grid(results),
+        *(reports._soft(results, kind, "") for kind in ("forward", "central", "through")),
+    ]
+    for table in tables:
+        rows = [line for line in table.markdown().splitlines() if line.startswith("| ")]
+        assert len(rows) > 2
+        assert not [line for line in rows if line not in page]

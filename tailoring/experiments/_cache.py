@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -71,8 +72,11 @@ def _read(path: Path, wanted: str) -> dict[str, Tensor] | None:
         length = int.from_bytes(content[:8], "little")
         about = json.loads(content[8 : 8 + length])["__metadata__"]
         tensors = load(content)
-        return tensors if about["settings"] == wanted and about["checksum"] == checksum(tensors) else None
-    except FileNotFoundError:
+        if about["settings"] != wanted or about["checksum"] != checksum(tensors):
+            raise ValueError("its settings or its checksum differ")
+        return tensors
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except Exception:  # whatever is wrong with a cache, making it again is right
+    except Exception as error:  # whatever is wrong with a cache, making it again is right
+        warnings.warn(f"{path} is damaged ({error}) and is made again", stacklevel=3)
         return None

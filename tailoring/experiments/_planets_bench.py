@@ -130,7 +130,7 @@ def evaluate(bench: Bench, t: Training, net: nn.Module, rows: Rows) -> None:
         t.method in _ROLLED_OUT
         and t.seed == c.seeds[0]
         and (t.weight == c.weight or t.network != "mlp")
-        and t.lr in (0, 1e-5, max(c.meta_lrs))
+        and t.lr in (0, c.pair_meta_lr, max(c.meta_lrs))
     )
     if shown and c.rollout and not rows.has(kind="rollout", name=t.name):
         rows.add(kind="rollout", name=t.name, training=t.fields, **roll_outs(bench, net, best_lr(rows, t.name, c.steps)))

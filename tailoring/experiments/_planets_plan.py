@@ -62,6 +62,8 @@ class Config:
     """of tailoring the pairwise network, whose scales and shifts act on all twenty pairs at once (1e-4 was too large on validation data)"""
     pair_weights_lrs: tuple[float, ...] = (1e-6, 3e-6, 1e-5, 3e-5)
     """of tailoring all its weights (1e-4 was too large)"""
+    pair_meta_lr: float = 1e-5
+    """of meta-training it: the best for tailoring the inductive one, on validation data"""
     path_lr: float = 1e-3
     """of `lrs`, the small one with which Figure 2 follows the path for `output_steps`"""
     steps: int = 10
@@ -184,7 +186,7 @@ def plan(config: Config) -> Iterator[Training]:
                 base, method="pairs", network="pairs", width=c.width // 4, weight=0.0, stop_early=True, epochs=max(1, c.epochs // 10)
             )
             yield pairs
-            yield replace(pairs, method="pairs-meta", steps=c.meta_steps, lr=1e-5)  # the best for tailoring the inductive one
+            yield replace(pairs, method="pairs-meta", steps=c.meta_steps, lr=c.pair_meta_lr)
             yield replace(pairs, method="pairs-updates", epochs=c.meta_steps * pairs.epochs)
         if "more" in c.extras:
             more = replace(

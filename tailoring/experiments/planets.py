@@ -42,8 +42,8 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     if rows is not None and not rows.has(kind="data"):
         rows.add(kind="data", checksum=checksum({"x": data.test.x, "y": data.test.y}), trivial=trivial(bench))
     fabric.barrier()
-    done = {row["name"] for row in read(config.out / "rows.jsonl") if row["kind"] == "done"}
-    groups = list(_groups(config, done, fabric))
+    finished = {row["name"] for row in read(config.out / "rows.jsonl") if row["kind"] == "done"}
+    groups = list(_groups(config, finished, fabric))
     for number, group in enumerate(groups):
         progress("groups", number, len(groups))
         _train(group, bench, data, fabric, progress)
@@ -56,12 +56,12 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     return config.out
 
 
-def _groups(config: Config, done: set[str], fabric: Fabric) -> Iterator[list[Training]]:
+def _groups(config: Config, finished: set[str], fabric: Fabric) -> Iterator[list[Training]]:
     """Trainings that run side by side: of equal length, as many as the device may hold."""
     chosen = [t for t in dict.fromkeys(plan(config)) if any(fnmatchcase(t.name, pattern) for pattern in config.only)]
     if not chosen:
         raise ValueError(f"nothing matches --only {' '.join(config.only)}; a run trains: {', '.join(t.name for t in plan(config))}")
-    chosen = [t for t in chosen if t.name not in done]
+    chosen = [t for t in chosen if t.name not in finished]
     size = config.at_once if fabric.device.type == "cuda" else 1
     alike = sorted(chosen, key=lambda t: (t.network, t.adapt, t.trajectories, t.epochs, t.stop_early))
     if size == 1:
