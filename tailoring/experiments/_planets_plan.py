@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,9 +167,9 @@ def plan(config: Config) -> Iterator[Training]:
             yield from (replace(base, weight=w) for w in c.weights)
             for w in (c.weight, *c.weights[:1]):
                 yield replace(base, method="inductive-updates", weight=w, epochs=c.meta_steps * c.epochs)
-            for lr, w in product(c.meta_lrs, c.weights[:1]):
-                yield replace(meta, lr=lr, weight=w)
-                yield replace(meta, method="meta-each", outer="each", lr=lr, weight=w)
+            for w in c.weights[:1]:  # with the larger step size only: one setting is searched at a time
+                yield replace(meta, lr=max(c.meta_lrs), weight=w)
+                yield replace(meta, method="meta-each", outer="each", lr=max(c.meta_lrs), weight=w)
             yield replace(meta, method="noise", adapt="noise", lr=max(c.meta_lrs))
             yield replace(meta, method="noise-each", adapt="noise", lr=max(c.meta_lrs), outer="each")
             yield replace(meta, method="batches-twice", outer="each", lr=0.0)  # as meta-each, but tailoring does not move
