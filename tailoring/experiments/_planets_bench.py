@@ -117,8 +117,9 @@ def evaluate(bench: Bench, t: Training, net: nn.Module, rows: Rows) -> None:
     """Append every result of a trained network that is not there yet, on validation and test data."""
     c = bench.config
     baseline = t.method in _COMPARED and (t.weight == c.weight or t.network != "mlp" or t.stop_early)
-    lrs, weights_lrs = (c.lrs, c.weights_lrs) if t.network == "mlp" else (c.pair_lrs, c.pair_weights_lrs)
-    grids = {"tailoring": lrs, "output": c.output_lrs, "ttt": c.ttt_lrs, "projection": (0.0,), "weights": weights_lrs}
+    grids = {"tailoring": c.lrs, "output": c.output_lrs, "ttt": c.ttt_lrs, "projection": (0.0,), "weights": c.weights_lrs}
+    if t.network == "pairs":
+        grids |= {"tailoring": c.pair_lrs, "ttt": c.pair_ttt_lrs, "weights": c.pair_weights_lrs}
     also = _ALSO if baseline else ("weights",) if t.adapt == "weights" else ()
     for procedure in _ALWAYS + also:
         for lr in grids[procedure]:

@@ -59,6 +59,8 @@ class Config:
     """of tailoring all weights, whose gradients are larger"""
     pair_lrs: tuple[float, ...] = (1e-6, 3e-6, 1e-5, 3e-5)
     """of tailoring the pairwise network, whose scales and shifts act on all twenty pairs at once (1e-4 was too large on validation data)"""
+    pair_ttt_lrs: tuple[float, ...] = (1e-6, 1e-5, 3e-5, 1e-4, 3e-4)
+    """of batch TTT with it (1e-3 and more were far too large)"""
     pair_weights_lrs: tuple[float, ...] = (1e-6, 3e-6, 1e-5, 3e-5)
     """of tailoring all its weights (1e-4 was too large)"""
     pair_meta_lr: float = 1e-5
