@@ -21,14 +21,22 @@ class Bound:
     """
 
     def __init__(
-        self, module: nn.Module, run: Callable[[Reading, Any, Any], Any], query: Any, seeds: Tensor | None, step: int, path: str = ""
+        self,
+        module: nn.Module,
+        run: Callable[[Reading, Any, Any], Any],
+        query: Any,
+        seeds: Tensor | None,
+        step: int,
+        path: str = "",
+        keep: Callable[[Callable[[], Any]], Any] | None = None,
     ):
         self._module, self._run, self._query, self._seeds, self._step, self._path = module, run, query, seeds, step, path
+        self._keep = keep
 
     @classmethod
     def of(cls, other: Bound) -> Self:
         """The same model, as this kind of `Bound`."""
-        return cls(other._module, other._run, other._query, other._seeds, other._step, other._path)
+        return cls(other._module, other._run, other._query, other._seeds, other._step, other._path, other._keep)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(Reading(self._path), args, kwargs)
@@ -50,6 +58,19 @@ class Bound:
     @property
     def fresh_seeds(self) -> Tensor:
         return fold(self.seeds, self._step)
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """`make()`, which must depend on the query alone: made at the first inner step and kept for the others.
+
+        What the model is given twice, the very same tensor, does not go through its unadapted first part again. A loss asks for the
+        same things in the same order at every step.
+        """
+        return make() if self._keep is None else self._keep(make)
+
+    @property
+    def runs_prefix_once(self) -> bool:
+        """Whether that saves anything: the model has such a first part, and this call may reuse it."""
+        return self._keep is not None
 
     def _known(self, name: str) -> str:
         try:
@@ -81,4 +102,5 @@ class Bound:
         return len(cast(Any, self._module))
 
     def _below(self, name: str, module: nn.Module) -> Bound:
-        return Bound(module, self._run, self._query, self._seeds, self._step, f"{self._path}.{name}" if self._path else name)
+        path = f"{self._path}.{name}" if self._path else name
+        return Bound(module, self._run, self._query, self._seeds, self._step, path, self._keep)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._adapt import Site
 from ._inner import Moment
+from ._reuse import Reuse
 from ._states import State, where
 from ._trees import map_tensors, tensors
 
@@ -27,14 +28,16 @@ class Trace:
     failed: Tensor  # (queries,): not finite on the way, so answered untailored
     state: State
     sites: tuple[Site, ...]
+    ran_once: tuple[str, ...] = ()  # modules below the first adapted one that were not run again at each step
 
     def __str__(self) -> str:
         curve = " ".join(f"{value:.4g}" for value in self.losses.double().mean(1).tolist())
         places = ", ".join(dict.fromkeys(site.key or "the output" for site in self.sites))
+        once = ", ".join(name or "all of it" for name in self.ran_once) or "nothing"
         return (
             f"{self.losses.shape[1]} queries, mean tailoring loss by step: {curve}\n"
             f"mean steps of the answer {self.steps.double().mean():.2f}, stopped early {int(self.stopped.sum())}, "
-            f"fell back {int(self.failed.sum())}\nadapted: {places}"
+            f"fell back {int(self.failed.sum())}\nadapted: {places}\nof the model, run once for all steps: {once}"
         )
 
 
@@ -47,6 +50,7 @@ class Batch:
     sites: tuple[Site, ...]
     seeds: Tensor | None = None
     start: State | None = None  # a warm start
+    reuse: Reuse | None = None
 
 
 @dataclass(frozen=True)

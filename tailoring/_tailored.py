@@ -17,6 +17,7 @@ from ._kernels import may_look, plain_kernels
 from ._learned import Learned, OwnNames
 from ._records import Batch, Fit, Trace, better, finite_rows, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
+from ._reuse import Reuse, find_prefix, passing
 from ._rules import LBFGS, Descent, Functional, Rates
 from ._sites import Reading, watch
 from ._states import State, compact, device_of, rows_of, where
@@ -92,7 +93,7 @@ class Tailored(OwnNames):
         self.steps, self.stop, self.chunk = steps, stop, chunk
         self.keep: Keep = "best" if self.rule.searches else keep
         self.tailoring = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
-        self._sites: dict[Any, tuple[Site, ...]] = {}
+        self._places: dict[Any, tuple[tuple[Site, ...], tuple[str, ...]]] = {}
         self._prepared = False
 
     @property
@@ -122,7 +123,7 @@ class Tailored(OwnNames):
         args, kwargs = model_call(x)
         if count_rows(x) == 0:
             return self.net(*args, **kwargs)
-        batch = Batch(x, count_rows(x), self._find_sites(x))
+        batch = Batch(x, count_rows(x), self._find_places(x)[0])
         check_state(state, self._identity(batch, 1))
         return self._answer(batch, state)[0]
 
@@ -135,7 +136,7 @@ class Tailored(OwnNames):
         parts = [self._trace(b) for b in batches]
         joined = {name: cat_rows([getattr(p, name) for p in parts]) for name in ("steps", "stopped", "failed", "state")}
         joined["prediction"] = cat_rows([p.prediction for p in parts], self._answer_rows(x, batches))
-        return Trace(losses=torch.cat([p.losses for p in parts], 1), sites=parts[0].sites, **joined)
+        return Trace(losses=torch.cat([p.losses for p in parts], 1), sites=parts[0].sites, ran_once=parts[0].ran_once, **joined)
 
     def states(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Iterator[State]:
         """The state before the first and after each inner step, with the graph that `backprop` keeps."""
@@ -156,7 +157,7 @@ class Tailored(OwnNames):
 
     def prepare(self, x: Any) -> Self:
         """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
-        self._identity(Batch(x, count_rows(x), self._find_sites(x)), 1)
+        self._identity(Batch(x, count_rows(x), self._find_places(x)[0]), 1)
         make_traceable(self.net)
         self._prepared = True
         return self
@@ -180,7 +181,7 @@ class Tailored(OwnNames):
         return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._sites.clear()  # the state's dtype follows the model's
+        self._places.clear()  # the state's dtype follows the model's
         return super()._apply(fn, recurse)
 
     def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[Batch]:
@@ -189,24 +190,34 @@ class Tailored(OwnNames):
         if isinstance(self.loss, nn.Module):
             refuse_mixing_modules(self.loss)
         queries = count_rows(x)
-        sites = self._find_sites(x)
+        sites, prefix = self._find_places(x)
         if start is not None:
             check_state(start, self._identity(Batch(x, queries, sites), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
             raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
         start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
-            return [Batch(x, queries, sites, seeds, start)]
+            return [Batch(x, queries, sites, seeds, start, self._reuse(prefix))]
         parts = split_rows([x, start, seeds], self.chunk)
-        return [Batch(part, count_rows(part), sites, own_seeds, own_start) for part, own_start, own_seeds in parts]
+        return [Batch(part, count_rows(part), sites, own_seeds, own_start, self._reuse(prefix)) for part, own_start, own_seeds in parts]
 
-    def _find_sites(self, x: Any) -> tuple[Site, ...]:
+    def _reuse(self, prefix: tuple[str, ...]) -> Reuse | None:
+        """Weights in training need the graph of every pass, and may move between two; frozen ones, or without gradients, need not."""
+        if prefix and torch.is_grad_enabled():
+            weights = {name: list(self.net.get_submodule(name).parameters()) for name in prefix}
+            prefix = tuple(name for name in prefix if not any(p.requires_grad for p in weights[name]))
+            prefix = prefix if any(weights[name] for name in prefix) else ()  # else nothing but activation functions is left
+        return Reuse(self.net, prefix) if prefix else None
+
+    def _find_places(self, x: Any) -> tuple[tuple[Site, ...], tuple[str, ...]]:
+        """Where the state acts, and which modules lie below that."""
         key = "compiled" if torch.compiler.is_compiling() else self._key(x)
-        if key not in self._sites or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
+        if key not in self._places or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
             if torch.compiler.is_compiling():
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
-            self._sites[key] = self._sites["compiled"] = self.adapt.sites(self.net, x)
-        return self._sites[key]
+            sites = self.adapt.sites(self.net, x)
+            self._places[key] = self._places["compiled"] = sites, find_prefix(self.adapt, self.net, sites, x)
+        return self._places[key]
 
     def _answer_rows(self, x: Any, batches: list[Batch]) -> dict[int, int | None]:
         """Of every tensor of the answer, the dimension that holds the queries; needed to join the parts of a batch."""
@@ -258,20 +269,25 @@ class Tailored(OwnNames):
         return list(self.parameters()) if self.backprop == "all" else list(self.tailoring.lr.values())
 
     def _gradient(self, batch: Batch, state: State, rows: Tensor | None, step: int, graph: bool) -> tuple[Tensor, State]:
+        if torch.compiler.is_compiling() and batch.reuse is not None and step == 0:
+            with torch.no_grad():  # nothing made inside torch.func.grad may leave it; all else of this pass is dead code
+                self._losses(batch, rows, step, state, keep=True)
         evaluate = functools.partial(self._losses, batch, rows, step)
         return self.adapt.gradient(evaluate, batch.sites, state, (step, self.steps), graph)
 
-    def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None) -> Tensor:
+    def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
         """The tailoring loss for each row of the state."""
-        x, seeds = (batch.x, batch.seeds) if rows is None else take_rows((batch.x, batch.seeds), rows)
+        x, seeds, reuse = (batch.x, batch.seeds, batch.reuse) if rows is None else (*take_rows((batch.x, batch.seeds), rows), None)
         queries = count_rows(x)
+        keep = not torch.compiler.is_compiling() if keep is None else keep
 
         def run(reading: Reading, args: Any, kwargs: Any) -> Any:
             return self.adapt.call(self.net, batch.sites, state, reading, args, kwargs, taps)
 
         args, kwargs = as_call(x)
-        with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
-            losses = self.loss(self.adapt.bind(Bound(self.net, run, x, seeds, step), x), *args, **kwargs)
+        once = None if reuse is None else functools.partial(reuse.once, keep=keep)
+        with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"), passing(reuse, keep=keep):
+            losses = self.loss(self.adapt.bind(Bound(self.net, run, x, seeds, step, keep=once), x), *args, **kwargs)
         check_losses(losses, queries)
         return self.adapt.reduce(losses, rows_of(state))
 
@@ -304,7 +320,7 @@ class Tailored(OwnNames):
         args, kwargs = model_call(batch.x)
 
         def run(state: State) -> Any:
-            with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
+            with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"), passing(batch.reuse, keep=False):
                 return self.adapt.call(self.net, batch.sites, state, Reading(), args, kwargs)
 
         out = run(state)
@@ -326,7 +342,8 @@ class Tailored(OwnNames):
         failed = fit.failed if bad is None else fit.failed | bad
         per_query = [t.expand(batch.queries) for t in (torch.where(failed, 0, fit.steps), fit.stopped, failed, *fit.losses)]
         steps, stopped, failed, *losses = per_query
-        return Trace(prediction, torch.stack(losses), steps, stopped, failed, fit.state, batch.sites)
+        once = () if batch.reuse is None else tuple(name for name in batch.reuse.names if name in batch.reuse.used)
+        return Trace(prediction, torch.stack(losses), steps, stopped, failed, fit.state, batch.sites, once)
 
 
 @leaves_inference_mode

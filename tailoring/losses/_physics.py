@@ -124,6 +124,6 @@ class Supervised(Loss):
     def forward(self, model: Any, support: Support) -> Tensor:
         if not isinstance(support, Support):
             raise TypeError(f"Supervised reads a Support(x, y), a task with its labels, not {type(support).__name__}")
-        args, kwargs = as_call(flat_rows(support.x))
+        args, kwargs = as_call(model.once(lambda: flat_rows(support.x)))
         losses = self.task_loss(model(*args, **kwargs), flat_rows(support.y), reduction="none")
         return per_query(losses, count_rows(support)).mean(1)

@@ -19,11 +19,15 @@ Augment = Callable[[Tensor, Tensor], Tensor]  # augment(rows, seeds): one augmen
 
 def _views(model: Any, augment: Augment, views: int, x: Tensor, fresh: bool) -> Tensor:
     """(queries * views, ...)"""
-    seeds = random.per_row(model.fresh_seeds if fresh else model.seeds, views)
-    rows = augment(repeat_rows(x, views), seeds)
-    if rows.shape[0] != seeds.shape[0]:
-        raise ValueError(f"augment must return one view for each of its {seeds.shape[0]} rows, not {rows.shape[0]} rows")
-    return rows
+
+    def make() -> Tensor:
+        seeds = random.per_row(model.fresh_seeds if fresh else model.seeds, views)
+        rows = augment(repeat_rows(x, views), seeds)
+        if rows.shape[0] != seeds.shape[0]:
+            raise ValueError(f"augment must return one view for each of its {seeds.shape[0]} rows, not {rows.shape[0]} rows")
+        return rows
+
+    return make() if fresh else model.once(make)
 
 
 class Agree(Loss):
@@ -82,11 +86,17 @@ class Smooth(Loss):
         self.nu, self.at, self.views, self.fresh = nu, at, views, fresh
 
     def forward(self, model: Any, x: Tensor) -> Tensor:
-        seeds = model.fresh_seeds if self.fresh else model.seeds
-        noise = random.normal(seeds, (self.views, *x.shape[1:]), x.dtype)
-        rows = torch.cat([x[:, None], x[:, None] + self.nu * noise], 1).flatten(0, 1)
-        features = grouped(read(model, self.at, rows), 1 + self.views)
-        return (1 - F.cosine_similarity(features[:, :1], features[:, 1:], dim=-1)).mean(1)
+        noisy = self._noisy(model, x) if self.fresh else model.once(lambda: self._noisy(model, x))  # (queries * views, ...)
+        if model.runs_prefix_once:  # then x goes in by itself, as it will for the answer
+            clean, others = grouped(read(model, self.at, x), 1), grouped(read(model, self.at, noisy), self.views)
+        else:
+            rows = torch.cat([x[:, None], noisy.unflatten(0, (-1, self.views))], 1).flatten(0, 1)
+            clean, others = grouped(read(model, self.at, rows), 1 + self.views).split([1, self.views], 1)
+        return (1 - F.cosine_similarity(clean, others, dim=-1)).mean(1)
+
+    def _noisy(self, model: Any, x: Tensor) -> Tensor:
+        noise = random.normal(model.fresh_seeds if self.fresh else model.seeds, (self.views, *x.shape[1:]), x.dtype)
+        return (x[:, None] + self.nu * noise).flatten(0, 1)
 
 
 class MarginalEntropy(Loss):

@@ -16,6 +16,21 @@ CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
+class _Standardise(nn.Module):
+    """(x - mean) / std of each channel. A module, so that what is not adapted above it need not run again."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std
+
+
 class _PadShortcut(nn.Module):
     """A skip connection without weights: every `stride`-th pixel, new channels zero (He et al.'s option A)."""
 
@@ -86,9 +101,6 @@ class ResNet(nn.Module):
     Images are standardised inside, after whatever noise was added to them: radii are then in units of the images.
     """
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(
         self,
         block: type[BasicBlock] | type[Bottleneck],
@@ -101,8 +113,7 @@ class ResNet(nn.Module):
         shortcut: Shortcut = "conv",
     ):
         super().__init__()
-        for name, values in zip(("mean", "std"), statistics, strict=True):
-            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1), persistent=False)
+        self.standardise = _Standardise(*statistics)
         size = 3 if stem == "cifar" else 7
         self.conv1 = nn.Conv2d(3, widths[0], size, 1 if stem == "cifar" else 2, size // 2, bias=False)
         self.bn1, self.relu = nn.BatchNorm2d(widths[0]), nn.ReLU()
@@ -121,7 +132,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1((x - self.mean) / self.std))))
+        x = self.maxpool(self.relu(self.bn1(self.conv1(self.standardise(x)))))
         for i in range(self.stages):
             x = self.get_submodule(f"layer{i + 1}")(x)
         return self.fc(x.mean((2, 3)))
