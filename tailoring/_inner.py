@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -92,6 +93,22 @@ def descend(
         taken = torch.where(failed, 0, taken + moving)
         reached = states.add(base, shown)
         yield Moment(reached, home or base, values, taken, failed, stopped)
+
+
+def hurry(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], Any], steps: int) -> dict[str, Tensor] | None:
+    """What `descend` comes to by plain gradient descent, at first order, if all goes well: nothing is looked at on the way.
+
+    None if a number was not finite somewhere, which is rare: then `descend` has to find out where. A state that is not finite once
+    stays so, and a loss that is not finite stays so in the sum, hence one look in the end will do.
+    """
+    seen: list[Tensor] = []
+    for step in range(steps):
+        values, grads = gradient(state, None, step, False)
+        state = {name: torch.add(t, grads[name], alpha=-rate(name, step)) for name, t in state.items()}
+        seen.append(values)
+    with torch.no_grad():
+        norms = torch._foreach_norm([*seen, *state.values()])  # pyright: ignore[reportPrivateImportUsage]
+        return state if math.isfinite(torch.stack(norms).sum().item()) else None
 
 
 def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor], step: int) -> tuple[State, Any, Tensor]:

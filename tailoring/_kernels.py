@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -57,23 +60,64 @@ _RECURRENT = (
 )
 
 
-@contextmanager
-def plain_kernels(model: nn.Module, *, graph: bool) -> Iterator[None]:
+Found = TypeVar("Found")
+
+
+def found_once(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
+    """What `find(model)` says of a model's modules, remembered: to walk through them takes longer than a small model."""
+    known: WeakKeyDictionary[nn.Module, Found] = WeakKeyDictionary()
+
+    @wraps(find)
+    def ask(model: nn.Module) -> Found:
+        if torch.compiler.is_compiling():
+            return find(model)
+        if model not in known:
+            known[model] = find(model)
+        return known[model]
+
+    return ask
+
+
+@found_once
+def _first_parameter(model: nn.Module) -> tuple[ref[nn.Module], str] | None:
+    return next(((ref(module), name) for module in model.modules() for name, p in module._parameters.items() if p is not None), None)
+
+
+def precision_of(model: nn.Module) -> torch.dtype | None:
+    """The dtype of its first parameter."""
+    first = _first_parameter(model)
+    module = None if first is None else first[0]()
+    return None if first is None or module is None else getattr(module, first[1]).dtype
+
+
+@found_once
+def _needed_switches(model: nn.Module) -> tuple[_Switch, ...]:
+    kinds = list(model.modules())
+    attends = any(isinstance(m, nn.MultiheadAttention | nn.TransformerEncoder | nn.TransformerEncoderLayer) for m in kinds)
+    return (_FAST_MODULES,) * attends + _RECURRENT * any(isinstance(m, nn.RNNBase) for m in kinds)
+
+
+def plain_kernels(model: nn.Module, *, graph: bool) -> AbstractContextManager[None]:
     """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice."""
     if torch.compiler.is_compiling():  # the switches are not for dynamo to set; it takes fused attention apart itself
-        with ExitStack() as stack:
-            stack.enter_context(unrolled_layers(model))
-            for module in model.modules():
-                if isinstance(module, nn.TransformerEncoderLayer):
-                    stack.callback(setattr, module, "activation_relu_or_gelu", module.activation_relu_or_gelu)
-                    module.activation_relu_or_gelu = 0  # what its fast path asks for
-            yield
-        return
-    switches = [_FAST_MODULES]
-    if graph:
-        switches += _FUSED_ATTENTION
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        switches += _RECURRENT
+        return _traceable(model)
+    switches = _needed_switches(model) + _FUSED_ATTENTION * graph
+    return _without(switches) if switches else nullcontext()
+
+
+@contextmanager
+def _traceable(model: nn.Module) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(unrolled_layers(model))
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):
+                stack.callback(setattr, module, "activation_relu_or_gelu", module.activation_relu_or_gelu)
+                module.activation_relu_or_gelu = 0  # what its fast path asks for
+        yield
+
+
+@contextmanager
+def _without(switches: tuple[_Switch, ...]) -> Iterator[None]:
     with ExitStack() as stack:
         for switch in switches:
             switch.off()

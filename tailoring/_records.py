@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,11 @@ def better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Mo
         return values, moment.state, moment.taken
     wins = values < best[0]
     return torch.where(wins, values, best[0]), where(wins, moment.state, best[1]), torch.where(wins, moment.taken, best[2])
+
+
+def all_finite(out: Any) -> bool:
+    """Surely so if it says so: a sum may overflow."""
+    return all(math.isfinite(t.detach().sum().item()) for t in tensors(out) if t.is_floating_point())
 
 
 def finite_rows(out: Any, rows: int) -> Tensor:

@@ -73,9 +73,17 @@ class Descent:
             grads = memory = states.add(states.scale(memory, lambda _: self.momentum), grads)
         return states.scale(grads, lambda name: -self.rate(name, step)), memory
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is -lr * grad, the lr being numbers."""
+        rates = self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]
+        return not (self.momentum or self.clip or self.proximal or any(isinstance(rate, Tensor) for rate in rates))
+
     def rate(self, name: str, step: int) -> float | Tensor:
         """The step size of one tensor of the state at one step."""
         rate = self.lr
+        if type(rate) is float:
+            return rate
         if isinstance(rate, Mapping):
             found = [key for key in rate if key == name or fnmatchcase(name, key)]
             if not found:

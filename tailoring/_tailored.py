@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from ._adapt import CN, Adapter, Site
 from ._bound import Bound
-from ._inner import Backprop, Keep, Moment, descend
-from ._kernels import may_look, plain_kernels
+from ._inner import Backprop, Keep, Moment, descend, hurry
+from ._kernels import may_look, plain_kernels, precision_of
 from ._learned import Learned, OwnNames
-from ._records import Batch, Fit, Trace, better, finite_rows, leaves_inference_mode
+from ._records import Batch, Fit, Trace, all_finite, better, finite_rows, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Reuse, find_prefix, passing
 from ._rules import LBFGS, Descent, Functional, Rates
@@ -95,6 +95,8 @@ class Tailored(OwnNames):
         self.tailoring = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self._places: dict[Any, tuple[tuple[Site, ...], tuple[str, ...]]] = {}
         self._prepared = False
+        plain = isinstance(self.rule, Descent) and self.rule.is_plain and self.keep == "last" and stop is None
+        self._may_hurry = plain and not self.adapt.outer_products
 
     @property
     def loss(self) -> Loss:
@@ -108,14 +110,14 @@ class Tailored(OwnNames):
             args, kwargs = model_call(x)
             return self.net(*args, **kwargs)
         batches = self._batches(x)
-        return cat_rows([self._answer(b, self._fit(b).state)[0] for b in batches], self._answer_rows(x, batches))
+        return cat_rows([self._answer(b, self._fitted(b))[0] for b in batches], self._answer_rows(x, batches))
 
     @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
         """The state fitted to `x`, from the identity or from `start` (a warm start). `seeds` (queries,) replace the queries' own."""
         if count_rows(x) == 0:
             return {}
-        return cat_rows([self._fit(b).state for b in self._batches(x, start, seeds)])
+        return cat_rows([self._fitted(b) for b in self._batches(x, start, seeds)])
 
     @leaves_inference_mode
     def predict(self, x: Any, state: State) -> Any:
@@ -225,10 +227,12 @@ class Tailored(OwnNames):
 
     def _key(self, x: Any) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision."""
+        precision = precision_of(self.net)
+        if isinstance(x, Tensor):
+            return precision, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)
         parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
-        precision = next((p.dtype for p in self.net.parameters()), None)
-        return precision, tuple(parts), None if isinstance(x, Tensor) else str(spec)
+        return precision, tuple(parts), str(spec)
 
     def _identity(self, batch: Batch, rows: int) -> State:
         """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
@@ -291,6 +295,15 @@ class Tailored(OwnNames):
         check_losses(losses, queries)
         return self.adapt.reduce(losses, rows_of(state))
 
+    def _fitted(self, batch: Batch) -> State:
+        first_order = self.backprop == "none" or not torch.is_grad_enabled()
+        if self._may_hurry and first_order and may_look() and isinstance(self.rule, Descent):
+            start = self._identity(batch, self.adapt.rows(batch.queries)) if batch.start is None else batch.start
+            state = hurry(functools.partial(self._gradient, batch), cast(dict[str, Tensor], start), self.rule.rate, self.steps)
+            if state is not None:
+                return dict(state)
+        return self._fit(batch).state
+
     def _fit(self, batch: Batch, record: bool = False) -> Fit:
         best: tuple[Tensor, State, Tensor] | None = None
         before: Moment | None = None
@@ -316,7 +329,7 @@ class Tailored(OwnNames):
         return Fit(compact(state), steps, before.stopped, before.failed, losses)
 
     def _answer(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
-        """The prediction, and which rows of the state were not fit to answer with (None if that was not looked at)."""
+        """The prediction, and which rows of the state were not fit to answer with (None: no one, or that was not looked at)."""
         args, kwargs = model_call(batch.x)
 
         def run(state: State) -> Any:
@@ -324,7 +337,7 @@ class Tailored(OwnNames):
                 return self.adapt.call(self.net, batch.sites, state, Reading(), args, kwargs)
 
         out = run(state)
-        if not may_look():
+        if not may_look() or all_finite(out):
             return out, None
         rows = rows_of(state)
         bad = ~finite_rows(out, rows).to(device_of(state))

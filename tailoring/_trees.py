@@ -58,6 +58,8 @@ def flat_rows(tree: Any) -> Any:
 
 
 def tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):  # as nearly always, and a tree takes its time
+        return [tree]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -78,6 +80,8 @@ def map_tensors(f: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def count_rows(tree: Any) -> int:
     """The rows of a tree: the common first dimension of its tensors (numbers and 0-d tensors are shared by all rows)."""
+    if isinstance(tree, Tensor) and tree.ndim:
+        return tree.shape[0]
     rowed = [t for t in tensors(tree) if t.ndim]
     if not rowed:
         raise ValueError("the input holds no tensor with a row per query; bind constants with functools.partial instead")

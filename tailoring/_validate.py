@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any, get_args
+from weakref import ref
 
 from torch import Tensor, nn
 
 from ._adapt import Adapter
 from ._inner import Backprop, Keep
+from ._kernels import found_once
 from ._states import State, own_shape, rows_of
 
 
@@ -58,7 +60,10 @@ def check_state(state: Any, identity: State, rows: int | None = None) -> None:
 
 def refuse_mixing_modules(model: nn.Module) -> None:
     """Raise if a module would mix the queries of a batch or draw other masks at each inner step."""
-    for name, module in model.named_modules():
+    for name, reference in _suspects(model):
+        module = reference()
+        if module is None:
+            continue
         here = f"{name or 'the model'} ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             if module.training:
@@ -75,6 +80,12 @@ def refuse_mixing_modules(model: nn.Module) -> None:
                 f"{here} drops units in training mode: every inner step and the answer would see another mask. "
                 "Call model.eval(), or put the dropout layers alone in eval mode while the rest trains"
             )
+
+
+@found_once
+def _suspects(model: nn.Module) -> list[tuple[str, ref[nn.Module]]]:
+    kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention
+    return [(name, ref(module)) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def _drops(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from nets import answer_size, drift, energy, mlp, queries, summed_error
 from torch import nn
 
 from tailoring import CN, LBFGS, Descent, Shift, Tailored, Weights, outer_losses
+from tailoring._inner import hurry
 from tailoring.baselines import Output
 
 
@@ -301,3 +302,24 @@ def test_settings_can_be_replaced():
 def test_weights_of_a_part_leave_the_rest_alone():
     tailored, x = model(adapt=Weights("2"), loss=answer_size), queries()
     assert list(tailored.tailor(x)) == ["2.weight", "2.bias"]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_hurried_loop_comes_to_what_the_careful_one_does(steps):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    x = torch.randn(5, 4).double()
+    model = Tailored(net, lambda m, x: (m(x) - x).square().sum(1), steps=steps, lr={"*gamma": 0.1, "*beta": 0.2})
+    batch = model._batches(x)[0]
+    careful, hurried = model._fit(batch).state, model._fitted(batch)
+    assert model._may_hurry
+    assert all(torch.allclose(careful[name], hurried[name], rtol=1e-12) for name in careful)  # type: ignore[arg-type]
+    assert not any(torch.equal(careful[name], start) for name, start in model.adapt.init(net, batch.sites, 5).items())  # type: ignore[arg-type]
+
+
+def test_the_hurried_loop_gives_up_where_a_number_is_not_finite():
+    def gradient(state, rows, step, graph):
+        return torch.tensor([1.0, torch.inf if step == 0 else 1.0]), {"a": torch.ones(2, 1)}
+
+    assert hurry(gradient, {"a": torch.zeros(2, 1)}, lambda name, step: 0.1, 2) is None
+    assert hurry(lambda *a: (torch.ones(2), {"a": torch.tensor([[1.0], [torch.nan]])}), {"a": torch.zeros(2, 1)}, lambda *a: 0.1, 1) is None
