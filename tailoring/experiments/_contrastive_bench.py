@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -19,6 +19,7 @@ from ._contrastive_results import Setting
 from ._contrastive_tailor import Representations, after_each_step, agreement_model, encoder_model, image_seeds, represent, rotation_model
 from ._contrastive_views import make_views
 from ._parts import halved, load_parts, save_parts
+from ._rows import Row
 from ._train import Learner, Progress, Schedule, train, trained
 
 
@@ -107,6 +108,15 @@ class Bench:
         model = agreement_model(self.net.head, setting.variant, self.negatives, self.config).replace(lr=setting.lr)
         return self._after(model, lambda rows: part[rows].beside_views(setting.views), len(part.plain))
 
+    def moved(self, setting: Setting) -> Row:
+        """What happens to test images on the way: their mean loss before and after each step; how many were given up; how far h went."""
+        part = self.test[: self.config.chunk]
+        model = agreement_model(self.net.head, setting.variant, self.negatives, self.config)
+        trace = model.replace(lr=setting.lr, steps=setting.steps).trace(part.beside_views(setting.views))
+        before = model.net(part.beside_views(setting.views))
+        distance = (trace.prediction - before).norm(dim=1) / before.norm(dim=1)
+        return {"loss": trace.losses.mean(1).tolist(), "failed": int(trace.failed.sum()), "distance": float(distance.mean())}
+
     def turned(self, lr: float, part: Representations) -> Tensor:
         """(n, d): after TTT's steps; with a step size of 0, as they are."""
         model = rotation_model(self.rotation_head, self.config).replace(lr=lr)
@@ -124,7 +134,7 @@ class Bench:
         with self.fabric.autocast():
             return after_each_step(model, inputs, len(images), self.config.cn_chunk, image_seeds(ids, self.config))
 
-    def _after(self, model: Tailored, inputs, count: int) -> Tensor:
+    def _after(self, model: Tailored, inputs: Callable[[slice], Tensor], count: int) -> Tensor:
         return after_each_step(model, inputs, count, self.config.chunk)
 
     @cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ._contrastive_plan import Config
 from ._images import cifar10, data_folder
 
 CLASSES = 10
+Part = Literal["train", "test"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Images:
 
 def load(config: Config) -> Images:
     parts: list[Tensor] = []
-    for part, wanted in (("train", config.train), ("test", config.test)):
+    sizes: dict[Part, int] = {"train": config.train, "test": config.test}
+    for part, wanted in sizes.items():
         images, labels = made(part, wanted) if config.images == "made" else cifar10(data_folder(config.data), part)
         if len(images) < wanted:
             raise ValueError(f"there are {len(images)} {part} images, not {wanted}: set --{part}")
@@ -34,7 +37,7 @@ def load(config: Config) -> Images:
     return Images(*parts)
 
 
-def made(part: str, count: int) -> tuple[Tensor, Tensor]:
+def made(part: Part, count: int) -> tuple[Tensor, Tensor]:
     """Gratings of ten directions in random colours, brighter at the top, with noise: easy images for a run without CIFAR-10."""
     random = torch.Generator().manual_seed(("train", "test").index(part))
 

@@ -98,14 +98,16 @@ class Config:
     """training images (the first) of the comparison of CN with Shift, as CN goes through the encoder in every step; 0: no comparison"""
     cn_validation: int = 2000
     """validation images of that comparison (the first)"""
+    cn_test: int = 10000
+    """test images of that comparison (the first)"""
     accelerator: str = "auto"
     precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
     """of the encoder; representations are kept in float16, and tailored and classified in float32"""
     compile: bool = True
     """torch.compile the encoder for pre-training"""
-    chunk: int = 1000
+    chunk: int = 4000
     """queries tailored at once, and images encoded at once"""
-    cn_chunk: int = 128
+    cn_chunk: int = 256
     """queries tailored at once with CN"""
 
     def __post_init__(self) -> None:
@@ -132,12 +134,13 @@ def _check(c: Config) -> None:
         raise ValueError(f"agreement takes at least two views, not {min(c.views)}")
     if c.steps < 1:
         raise ValueError(f"at least one inner step is needed, not {c.steps}")
+    if c.epochs < 1 or c.rotation_epochs < 1:
+        raise ValueError(f"at least one epoch is needed, not {c.epochs} (encoder) and {c.rotation_epochs} (rotation head)")
     if 0.0 not in c.ttt_lrs:
         raise ValueError("ttt_lrs must hold 0, which TTT is compared with")
-    if not c.cn_train <= c.pool or not c.cn_validation <= c.validation:
-        raise ValueError(
-            f"cn_train and cn_validation must be at most {c.pool} and {c.validation} images, not {c.cn_train}, {c.cn_validation}"
-        )
+    if c.cn_train > c.pool or c.cn_validation > c.validation or c.cn_test > c.test:
+        limits = f"{c.pool}, {c.validation} and {c.test}"
+        raise ValueError(f"cn_train, cn_validation, cn_test are at most {limits}, not {c.cn_train}, {c.cn_validation}, {c.cn_test}")
     if c.train < max((v.negatives for v in c.variants), default=0):
         raise ValueError(f"there are {c.train} training images, too few for as many negatives as asked")
 
@@ -149,9 +152,9 @@ def quick() -> Config:
     return Config(
         out=Path("runs/contrastive-quick"),
         images="cifar10" if there else "made",
-        train=3000,
-        test=1000,
-        validation=600,
+        train=2000,
+        test=800,
+        validation=400,
         encoder="resnet8",
         epochs=6,
         batch=250,
@@ -170,7 +173,8 @@ def quick() -> Config:
         ttt_lrs=(0.0, 0.1, 10.0),
         cn_lrs=(1e-2, 1e-1),
         cn_train=300,
-        cn_validation=150,
+        cn_validation=100,
+        cn_test=200,
         precision="32-true",
         compile=False,
         chunk=250,

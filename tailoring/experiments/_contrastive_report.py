@@ -48,8 +48,8 @@ class Results:
         """Difference of accuracies, training by training: the same labelled images in the same order."""
         return differences(self.methods[method], self.methods[over])
 
-    def worth(self, method: str) -> list[tuple[float, bool]]:
-        """By what factor labels would have to be added for the plain layer to be as good; False: beyond the numbers of labels tried."""
+    def worth(self, method: str) -> list[tuple[float, str]]:
+        """By what factor labels would have to be added for the plain layer to be as good; "<" and ">": beyond the numbers tried."""
         plain = [e.mean for e in self.accuracy("plain")]
         return [_factor(self.labels, plain, place, e.mean) for place, e in enumerate(self.accuracy(method))]
 
@@ -58,14 +58,14 @@ def differences(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> l
     return [Estimate(tuple(x - y for x, y in zip(*pair, strict=True))) for pair in zip(a, b, strict=True)]
 
 
-def _factor(labels: Sequence[int], plain: Sequence[float], place: int, reached: float) -> tuple[float, bool]:
+def _factor(labels: Sequence[int], plain: Sequence[float], place: int, reached: float) -> tuple[float, str]:
     """Where the plain curve reaches an accuracy, as a multiple of labels[place]."""
     for i in range(len(labels) - 1):
         low, high = plain[i], plain[i + 1]
         if low <= reached <= high and high > low:
             part = (reached - low) / (high - low)
-            return math.exp(math.log(labels[i]) + part * math.log(labels[i + 1] / labels[i])) / labels[place], True
-    return (labels[0] / labels[place], False) if reached < plain[0] else (labels[-1] / labels[place], False)
+            return math.exp(math.log(labels[i]) + part * math.log(labels[i + 1] / labels[i])) / labels[place], ""
+    return (labels[0] / labels[place], "<") if reached < plain[0] else (labels[-1] / labels[place], ">")
 
 
 def tables(results: Results) -> list[Table]:
@@ -126,7 +126,7 @@ def _gains(results: Results) -> Table | None:
     table.rows.append(())
     for name in ("meta", "mean", "augmented"):
         if name in results.methods:
-            cells = [("" if inside else "> " if f >= 1 else "< ") + f"x {f:.2f}" for f, inside in results.worth(name)]
+            cells = [f"{beyond} x {factor:.2f}".strip() for factor, beyond in results.worth(name)]
             table.rows.append((f"worth: {METHODS[name]}", *cells))
     return table
 
@@ -142,11 +142,12 @@ def _ttt(results: Results) -> Table | None:
         note="The paper: worse with every step size, the more so the larger. ?: no larger than the spread explains (95 %).",
     )
     for how, label in (("plain", "TTT"), ("meta", "layer trained on rotation-tailored h")):
-        table.rows.append(())
+        if how == "meta":
+            table.rows.append(())
         for place, lr in enumerate(row["lrs"]):
             if lr:
                 table.rows.append((f"{label}, lr {lr:g}", *_points(differences(row[how][place], row[how][still]))))
-    return Table(table.title, table.columns, table.rows[1:], table.note)
+    return table
 
 
 def _ablation(results: Results) -> Table | None:
@@ -164,7 +165,7 @@ def _ablation(results: Results) -> Table | None:
         own = [pair for pair in found if pair[0].variant == variant and pair[0].views == max(results.config["views"])]
         setting, accuracy = max(own, key=lambda pair: pair[1])
         table.rows.append(
-            (variant.name, f"{100 * accuracy:.2f}", f"{100 * (accuracy - base):+.2f}", f"{setting.steps} steps, lr {setting.lr:g}")
+            (variant.name, f"{100 * accuracy:.2f}", f"{100 * (accuracy - base):+.2f}", f"steps {setting.steps}, lr {setting.lr:g}")
         )
     return table
 
@@ -196,7 +197,7 @@ def _cn(results: Results) -> Table | None:
     table = Table(
         f"CN on the encoder or Shift on h: test accuracy (%), labels among the first {c['cn_train']} training images",
         ("method \\ labels", *(str(n) for n in row["labels"]), *(f"- plain, {n}" for n in row["labels"])),
-        note=f"CN: {row['steps']} steps, lr {row['lr']:g}, chosen on {c['cn_validation']} validation images. "
+        note=f"CN: steps {row['steps']}, lr {row['lr']:g}, chosen on {c['cn_validation']} validation images. "
         f"Shift: {_setting(row['setting']).name}.",
     )
     for name, label in (("plain", "plain"), ("shift", "Shift on h"), ("cn", "CN on the encoder")):
@@ -212,6 +213,12 @@ def _facts(results: Results) -> Table | None:
     table = Table("Encoder and rotation head", ("", "ours", "paper"))
     table.rows.append(("encoder", f"{results.config['encoder']}, {encoder['parameters'] / 1e6:.2f}M weights", "ResNet-50"))
     table.rows.append(("NT-Xent on test images", f"{encoder['contrastive_loss']:.3f}", ""))
+    for row in results.of("result"):
+        if row["moved"]:
+            name, moved = METHODS[row["trained"]], row["moved"]
+            table.rows.append((f"{name}: tailoring loss by step, test", ", ".join(f"{loss:.3f}" for loss in moved["loss"]), ""))
+            table.rows.append((f"{name}: mean distance that h moved, of its length", f"{moved['distance']:.2f}", ""))
+            table.rows.append((f"{name}: queries given up", str(moved["failed"]), ""))
     if rotation:
         for part, accuracy in rotation["accuracy"].items():
             paper = f"{PAPER_ROTATION} %" if part == "test" else ""
@@ -226,8 +233,8 @@ def verdict(results: Results) -> str:
         gains = results.gain("meta", "plain")
         lines.append(f"Meta-tailoring against plain: {_range(gains)} (the paper: +{PAPER_GAIN[0]} to +{PAPER_GAIN[1]}).")
         worth = results.worth("meta")
-        doubled = sum(f >= 2 for f, inside in worth if inside or f > 1)
-        known = sum(inside or f >= 2 for f, inside in worth)
+        doubled = sum(factor >= 2 and beyond != "<" for factor, beyond in worth)
+        known = sum(beyond != ">" or factor >= 2 for factor, beyond in worth)
         lines.append(f"Worth a doubling of the labels or more: at {doubled} of {known} numbers of labels where that can be told.")
     if {"mean", "meta"} <= results.methods.keys():
         lines.append(f"Meta-tailoring against the mean of the same views: {_range(results.gain('meta', 'mean'))}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +41,11 @@ class Augment:
     def __call__(self, images: Tensor, seeds: Tensor) -> Tensor:
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(f"images are (n, 3, H, W), floating-point in [0, 1], not {images.dtype} of shape {tuple(images.shape)}")
-        draws = random.uniform(seeds, (11,)).unbind(1)
-        views = self._crop(images.float(), *draws[:5])
+        with torch.autocast(images.device.type, enabled=False):  # places in an image are too fine for bfloat16
+            return self._augment(images.float(), random.uniform(seeds, (11,)).unbind(1)).to(images.dtype)
+
+    def _augment(self, images: Tensor, draws: Sequence[Tensor]) -> Tensor:
+        views = self._crop(images, *draws[:5])
         strength = [1 + amount * (2 * u - 1) for amount, u in zip(self.jitter[:3], draws[5:8], strict=True)]
         turn = 2 * math.pi * self.jitter[3] * (2 * draws[8] - 1)
         jittered = adjust_brightness_accumulative(views, strength[0])
@@ -49,7 +53,7 @@ class Augment:
         jittered = adjust_saturation_with_gray_subtraction(jittered, strength[2])
         jittered = adjust_hue(jittered, turn)
         views = torch.where(_column(draws[9] < self.jitter_probability), jittered, views)
-        return torch.where(_column(draws[10] < self.grey_probability), rgb_to_grayscale(views), views).to(images.dtype)
+        return torch.where(_column(draws[10] < self.grey_probability), rgb_to_grayscale(views), views)
 
     def _crop(self, images: Tensor, area: Tensor, ratio: Tensor, across: Tensor, down: Tensor, flip: Tensor) -> Tensor:
         """A box of the image, in grid_sample's coordinates from -1 to 1: width and height as fractions of it, at most all of it."""

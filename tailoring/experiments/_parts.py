@@ -47,13 +47,13 @@ def load_parts(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, st
         return None
     tensors: dict[str, Tensor] = {}
     abouts = []
-    try:
-        for path in paths:
+    for path in paths:
+        try:
             with safe_open(path, "pt") as file:
                 abouts.append(file.metadata())
                 tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dict
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}): bring it again, or remove {name}-*.safetensors to start anew") from None
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}): bring it again, or remove {name}-*.safetensors to start anew") from None
     if any(about != abouts[0] for about in abouts) or abouts[0]["checksum"] != checksum(tensors):
         listed = ", ".join(path.name for path in paths)
         raise ValueError(f"the parts in {folder} ({listed}) are not one whole set: bring all of one set, or remove them to start anew")

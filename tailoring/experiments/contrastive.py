@@ -19,7 +19,7 @@ from ._contrastive_plan import Variant
 from ._contrastive_plan import quick as quick
 from ._contrastive_report import report as report
 from ._contrastive_results import Setting, best, best_decays, papers, settings
-from ._rows import Row, Rows
+from ._rows import Rows
 from ._train import Progress
 
 
@@ -99,7 +99,10 @@ def _linear_layers(bench: Bench, rows: Rows) -> None:
         decays = [c.decays[place] for place in best_decays(validation)[0]]
         tests = {name: make() for name, make in asked.items()}
         accuracy = dict(zip(tests, _tested(bench, on, [decays], tests.values()), strict=True))
-        rows.add(kind="result", trained=trained, setting=_named(bench, trained, setting), decays=decays, validation=validation, **accuracy)
+        own = _named(bench, trained, setting)
+        moved = bench.moved(own) if own and trained != "plain" else None
+        named = None if own is None else asdict(own)
+        rows.add(kind="result", trained=trained, setting=named, decays=decays, validation=validation, moved=moved, **accuracy)
 
 
 Make = Callable[[], Tensor]
@@ -131,9 +134,8 @@ def _mean(views: Tensor) -> Tensor:
     return views.float().mean(1).half()
 
 
-def _named(bench: Bench, trained: str, setting: Setting) -> Row | None:
-    shown = {"plain": setting, "meta": setting, "meta-paper": papers(bench.config, setting.variant)}.get(trained)
-    return None if shown is None else asdict(shown)
+def _named(bench: Bench, trained: str, setting: Setting) -> Setting | None:
+    return {"plain": setting, "meta": setting, "meta-paper": papers(bench.config, setting.variant)}.get(trained)
 
 
 def _tested(bench: Bench, on: Tensor, decays: Sequence[Sequence[float]], tests) -> Iterator[list]:
@@ -191,23 +193,23 @@ def _encoder(bench: Bench, rows: Rows) -> None:
     tried = [(r["lr"], steps, a) for r in rows if r["kind"] == "cn-choice" for steps, a in enumerate(r["accuracy"], 1)]
     lr, steps, _ = max(tried, key=lambda one: best_decays(one[2])[1])
     setting = best(settings(rows))
-    first, some = slice(0, c.cn_train), bench.train[asked]
+    first, some, asked_last = slice(0, c.cn_train), bench.train[asked], bench.test[: c.cn_test]
     sets = {
-        "plain": (bench.train.plain[first], some.plain, bench.test.plain),
-        "shift": tuple(bench.tailored(setting, part)[setting.steps - 1] for part in (bench.train[first], some, bench.test)),
+        "plain": (bench.train.plain[first], some.plain, asked_last.plain),
+        "shift": tuple(bench.tailored(setting, part)[setting.steps - 1] for part in (bench.train[first], some, asked_last)),
         "cn": tuple(
             bench.encoder_tailored(images, start, lr)[steps - 1]
             for images, start in (
                 (bench.images.train[first], 0),
                 (bench.images.train[asked], c.pool),
-                (bench.images.test, len(bench.images.train)),
+                (bench.images.test[: c.cn_test], len(bench.images.train)),
             )
         ),
     }
     results = {}
     for name, (train, validation, test) in sets.items():
         places = best_decays(_small(bench, train[None], validation[None], bench.labels[asked], labels, c.decays)[0])[0]
-        found = _small(bench, train[None], test[None], bench.test_labels, labels, c.decays)[0]
+        found = _small(bench, train[None], test[None], bench.test_labels[: c.cn_test], labels, c.decays)[0]
         results[name] = [[of[place] for of in seeds] for seeds, place in zip(found, places, strict=True)]  # [labels][seed]
     rows.add(kind="cn", labels=labels, lr=lr, steps=steps, setting=asdict(setting), **results)
 
