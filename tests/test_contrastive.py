@@ -9,7 +9,6 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -571,7 +570,7 @@ def test_a_finished_run_is_not_run_again(finished, folder):
 
 
 def test_a_run_that_is_stopped_again_and_again_ends_the_same(finished, folder, monkeypatch):
-    monkeypatch.setattr(benches, "Schedule", partial(Schedule, checkpoint_seconds=0))
+    monkeypatch.setattr(benches, "Schedule", lambda *args, **options: Schedule(*args, **{**options, "checkpoint_seconds": 0}))
     config = replace(TINY, out=folder / "stopped")
     wanted = ["simclr", "linear layers: meta", "rotation", "CN, lr 0.01"]  # in the order in which they come
     for stop in [*wanted, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -53,18 +54,19 @@ class Bench:
         learner = Learner("simclr", net, Pretraining(net, c.augment, c), c.seed, validate=self.contrastive_loss)
         x = self.images.train.to(self.device)
         numbers = torch.arange(len(x), device=self.device)
-        schedule = Schedule(c.epochs, c.batch, c.lr, validations=10, travel=True)
+        schedule = Schedule(c.epochs, c.batch, c.lr, validations=10, checkpoint_seconds=60.0, travel=True)
         if trained(self.weights, "simclr") is None:
             train([learner], x, numbers, schedule, fabric=self.fabric, folder=self.weights, progress=self.progress)
         found = trained(self.weights, "simclr")
         assert found is not None
-        save_parts(self.weights, "encoder", halved(found[0]), {"curve": str(found[1])})
+        save_parts(self.weights, "encoder", halved(found[0]), {"curve": json.dumps(found[1])})
 
     @property
     def curve(self) -> list[tuple[int, float]]:
         """The contrastive loss on test images during the pre-training."""
-        found = trained(self.weights, "simclr")
-        return [] if found is None else found[1]
+        found = load_parts(self.weights, "encoder")
+        assert found is not None, "the encoder comes first"
+        return json.loads(found[1]["curve"])
 
     @torch.no_grad()
     def contrastive_loss(self, net: nn.Module, images: int = 1024) -> float:

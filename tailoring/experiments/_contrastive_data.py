@@ -38,19 +38,22 @@ def load(config: Config) -> Images:
 
 
 def made(part: Part, count: int) -> tuple[Tensor, Tensor]:
-    """Gratings of ten directions in random colours, brighter at the top, with noise: easy images for a run without CIFAR-10."""
+    """Stripes across and down, checks, rings and frames, each with soft and with hard edges, in random colours: no crop, flip or change
+    of colour makes one kind another. Brighter at the top, so that turns can be told; with noise."""
     random = torch.Generator().manual_seed(("train", "test").index(part))
 
     def uniform(*shape: int) -> Tensor:
         return torch.rand(count, *shape, generator=random)
 
     labels = torch.arange(count) % CLASSES
-    angle = (labels + 0.5 * uniform()) * math.pi / CLASSES
     place = torch.linspace(-1, 1, 32)
-    along = angle.cos()[:, None, None] * place + angle.sin()[:, None, None] * place[:, None]  # (n, 32, 32)
-    wave = (2 * math.pi * ((1.5 + uniform(1, 1)) * along + uniform(1, 1))).sin()
-    colour = uniform(3, 1, 1)
-    images = 0.5 + 0.3 * wave[:, None] * colour - 0.15 * place[:, None] + 0.05 * torch.randn(count, 3, 32, 32, generator=random)
+    across, down = place + 0.5 * uniform(1, 1) - 0.25, place[:, None] + 0.5 * uniform(1, 1) - 0.25  # (n, 1, 32), (n, 32, 1)
+    often = 2 * math.pi * (1.5 + uniform(1, 1))
+    ways = [(often * across).sin() + 0 * down, (often * down).sin() + 0 * across, (often * across).sin() * (often * down).sin()]
+    ways += [(often * (across.square() + down.square()).sqrt()).sin(), (often * torch.maximum(across.abs(), down.abs())).sin()]
+    wave = torch.stack(ways, 1)[torch.arange(count), labels // 2]  # (n, 32, 32)
+    wave = torch.where((labels % 2 == 0)[:, None, None], wave, (8 * wave).tanh())
+    images = 0.5 + 0.3 * wave[:, None] * uniform(3, 1, 1) - 0.15 * place[:, None] + 0.05 * torch.randn(count, 3, 32, 32, generator=random)
     return (255 * images.clamp(0, 1)).byte(), labels
 
 

@@ -37,7 +37,7 @@ class Config:
     data: Path | None = None
     """folder of cifar-10-batches-bin; TAILORING_DATA by default"""
     images: Literal["cifar10", "made"] = "cifar10"
-    """made: gratings of ten kinds, to run everything where CIFAR-10 is not at hand"""
+    """made: patterns of ten kinds, to run everything where CIFAR-10 is not at hand"""
     train: int = 50000
     """training images: all"""
     test: int = 10000
@@ -46,7 +46,7 @@ class Config:
     """the last so many training images, on which everything is chosen; the final linear layers are then trained on all training images"""
     encoder: Encoder = "resnet18"
     """the paper's is a ResNet-50, which takes three to four times as long"""
-    epochs: int = 140
+    epochs: int = 150
     """of SimCLR; the paper's code base has 500"""
     batch: int = 512
     """of SimCLR, images; code base"""

@@ -29,6 +29,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     for labels in config.labels:
         draw(images.train_labels, labels, 0)  # refuses now what could not be labelled at the end
     torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True  # the encoder sees few shapes, each very often
     fabric = Fabric(accelerator=config.accelerator, devices=1, precision=config.precision)
     rows = Rows(config.out, "contrastive", config, str(fabric.device))
     bench = Bench(config, images, fabric, progress)
