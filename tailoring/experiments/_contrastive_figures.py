@@ -29,9 +29,9 @@ def _figure_4(results: Results) -> Picture | None:
     figure, (ax, gains) = new_figure(11, 4.2, columns=2)
     for number, (name, label) in enumerate(SHOWN.items()):
         if name in results.methods:
-            _curve(ax, results.labels, results.accuracy(name), color=f"C{number}", label=label)
+            _curve(ax, results.labels, results.accuracy(name), number, label)
             if name != "plain":
-                _curve(gains, results.labels, results.gain(name, "plain"), color=f"C{number}", label=label)
+                _curve(gains, results.labels, results.gain(name, "plain"), number, label)
     gains.axhline(0, color="C0", linewidth=1)
     _finish(ax, results.labels, "test accuracy (%)")
     _finish(gains, results.labels, "points above plain")
@@ -50,18 +50,20 @@ def _ttt(results: Results) -> Picture | None:
     for axis, how in ((ax, "plain"), (meta, "meta")):
         for number, lr in enumerate(row["lrs"]):
             found = [Estimate(tuple(seeds)) for seeds in row[how][number]]
-            _curve(axis, results.labels, found, color=f"C{number}", label=f"lr {lr:g}" + (" (plain)" if not lr else ""))
+            _curve(axis, results.labels, found, number, f"lr {lr:g}" + (" (plain)" if not lr else ""))
         _finish(axis, results.labels, "test accuracy (%)")
+    meta.sharey(ax)
     ax.set_title("TTT: layer trained on plain h", fontsize=9)
     meta.set_title("layer trained on rotation-tailored h", fontsize=9)
     caption = f"Test-time training by rotation prediction, {row['steps']} steps on h, with 95 % intervals."
     return Picture("ttt", caption, figure)
 
 
-def _curve(ax: Any, labels: Sequence[int], found: Sequence[Estimate], *, color: str, label: str) -> None:
+def _curve(ax: Any, labels: Sequence[int], found: Sequence[Estimate], number: int, label: str) -> None:
+    beside = [n * 1.02**number for n in labels]  # intervals would hide each other
     mean = [100 * e.mean for e in found]
     spread = [100 * e.interval if len(e.values) > 1 else 0.0 for e in found]
-    ax.errorbar(labels, mean, spread, color=color, label=label, marker="o", markersize=3, linewidth=1.2, capsize=2)
+    ax.errorbar(beside, mean, spread, color=f"C{number}", label=label, marker="o", markersize=3, linewidth=1.2, capsize=2)
 
 
 def _finish(ax: Any, labels: Sequence[int], what: str) -> None:
