@@ -586,6 +586,17 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(finished, folder, m
     assert ours[1:] == theirs[1:]  # the first holds the folder
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compile", [False, True])
+def test_everything_runs_on_a_gpu_and_pre_training_learns_there(tmp_path, compile):
+    config = replace(TINY, out=tmp_path, accelerator="cuda", precision="bf16-mixed", compile=compile, epochs=20)
+    contrastive.run(config)
+    (encoder,) = [row for row in read(tmp_path / "rows.jsonl") if row["kind"] == "encoder"]
+    assert encoder["curve"][-1][1] < encoder["curve"][0][1]
+    assert "meta-tailored" in contrastive.report(tmp_path)
+
+
 def test_the_encoder_never_sees_labels(finished, folder):
     images = load(TINY)
     blind = replace(images, train_labels=torch.zeros_like(images.train_labels), test_labels=torch.zeros_like(images.test_labels))
