@@ -597,6 +597,18 @@ def test_everything_runs_on_a_gpu_and_pre_training_learns_there(tmp_path, compil
     assert "meta-tailored" in contrastive.report(tmp_path)
 
 
+def test_cn_on_the_encoder_in_bfloat16_is_nearly_as_in_float32(finished, folder):
+    config = replace(TINY, out=folder / "out")
+    found = []
+    for precision in ("32-true", "bf16-mixed"):
+        bench = Bench(config, load(TINY), Fabric(accelerator="cpu", precision=precision), lambda *_: None)
+        found.append(bench.encoder_tailored(bench.images.train[:40], 0, 1e-2).float())
+    plain = bench.net.encoder(bench.images.train[:40].float() / 255)
+    moved = (found[0][-1] - plain).norm(dim=1) / plain.norm(dim=1)
+    assert 1e-3 < moved.mean() < 0.5
+    torch.testing.assert_close(found[1], found[0], atol=0.1 * float(plain.abs().max()), rtol=0)
+
+
 def test_the_encoder_never_sees_labels(finished, folder):
     images = load(TINY)
     blind = replace(images, train_labels=torch.zeros_like(images.train_labels), test_labels=torch.zeros_like(images.test_labels))

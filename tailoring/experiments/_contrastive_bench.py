@@ -133,8 +133,8 @@ class Bench:
             self.progress(f"CN, lr {lr:g}", rows.start, len(images))
             return channels_last(images[rows].to(self.device).float() / 255)
 
-        with self.fabric.autocast():
-            return after_each_step(model, inputs, len(images), self.config.cn_chunk, image_seeds(ids, self.config))
+        seeds = image_seeds(ids, self.config)
+        return after_each_step(model, inputs, len(images), self.config.cn_chunk, seeds=seeds, autocast=self.fabric.autocast)
 
     def _after(self, model: Tailored, inputs: Callable[[slice], Tensor], count: int) -> Tensor:
         return after_each_step(model, inputs, count, self.config.chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -160,12 +161,20 @@ def image_seeds(ids: Tensor, config: Config) -> Tensor:
     return view_seeds(ids, STORED - config.seed)
 
 
-def after_each_step(model: Tailored, inputs: Callable[[slice], Tensor], count: int, chunk: int, seeds: Tensor | None = None) -> Tensor:
+def after_each_step(
+    model: Tailored,
+    inputs: Callable[[slice], Tensor],
+    count: int,
+    chunk: int,
+    *,
+    seeds: Tensor | None = None,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> Tensor:
     """The tailored representations of `count` queries after 1, 2, ... steps: (steps, count, d), float16."""
     parts = []
     for start in range(0, count, chunk):
         rows = slice(start, min(start + chunk, count))
-        with torch.no_grad():
+        with torch.no_grad(), autocast():
             _, *answers = model.path(inputs(rows), seeds=None if seeds is None else seeds[rows])
-        parts.append(torch.stack(answers).half())
+        parts.append(torch.stack(answers).half())  # outside of autocast, which knows one kind of half precision at a time
     return torch.cat(parts, 1)
