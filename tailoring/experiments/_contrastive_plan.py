@@ -45,7 +45,7 @@ class Config:
     validation: int = 5000
     """the last so many training images, on which everything is chosen; the final linear layers are then trained on all training images"""
     encoder: Encoder = "resnet18"
-    """the paper's is a ResNet-50, which takes three to four times as long"""
+    """the paper's is a ResNet-50, which costs several times as much"""
     epochs: int = 150
     """of SimCLR; the paper's code base has 500"""
     batch: int = 512
