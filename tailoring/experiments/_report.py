@@ -35,10 +35,14 @@ class Estimate:
         return math.sqrt(math.fsum((v - self.mean) ** 2 for v in self.values) / (n - 1) / n) if n > 1 else math.nan
 
     @property
+    def interval(self) -> float:
+        """Half the width of the 95 % interval of Student's t; nan for a single value."""
+        return float(stats.t.ppf(0.975, len(self.values) - 1)) * self.error if len(self.values) > 1 else math.nan
+
+    @property
     def clear(self) -> bool:
-        """Whether the mean differs from 0 by more than the seeds' spread explains (95 % interval of Student's t)."""
-        n = len(self.values)
-        return n > 1 and abs(self.mean) > float(stats.t.ppf(0.975, n - 1)) * self.error
+        """Whether the mean differs from 0 by more than the seeds' spread explains (95 % interval)."""
+        return abs(self.mean) > self.interval
 
     def percent(self) -> str:
         if not math.isfinite(self.mean):

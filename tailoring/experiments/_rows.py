@@ -18,7 +18,8 @@ import torch
 from ._cache import make_folder
 
 Row = dict[str, Any]
-HOW = {"out", "data", "only", "at_once", "chunk", "accelerator", "devices", "strategy"}  # fields that say how to compute, not what
+# fields that say how to compute, not what
+HOW = {"out", "data", "only", "at_once", "chunk", "cn_chunk", "accelerator", "devices", "strategy", "compile"}
 
 
 class Rows:

@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ._cache import make_folder, write_whole
+from ._parts import halved, load_parts, remove_parts, save_parts
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
 
@@ -48,6 +49,7 @@ class Schedule:
     lr: float  # Adam, cosine to 0
     validations: int = 20  # how often the networks are validated, evenly over the epochs
     checkpoint_seconds: float = 30.0
+    travel: bool = False  # checkpoints also in small files, to go on with on another machine: nearly, not exactly, where it stopped
 
 
 @dataclass
@@ -111,7 +113,7 @@ def train(learners: list[Learner], x: Tensor, y: Tensor, schedule: Schedule, *, 
     if fabric.is_global_zero:
         for run in runs:
             _leave_weights(folder, run)
-        checkpoint.path.unlink(missing_ok=True)
+        checkpoint.remove()
     fabric.barrier()
 
 
@@ -215,27 +217,53 @@ class _Checkpoint:
         tensors = {f"{i}.{name}": t.detach().cpu().contiguous() for i, run in enumerate(self.runs) for name, t in run.tensors().items()}
         about = {"epoch": str(epoch), "curves": json.dumps([run.curve for run in self.runs]), "of": self._of()}
         write_whole(self.path, save(tensors, about))
+        if self.schedule.travel:
+            save_parts(self.path.parent, self._travel, _travelling(tensors), about)
         self.saved = time.monotonic()
 
     def load(self) -> int:
         """Put the runs where they were; the epoch to go on with."""
-        if not self.path.exists():
+        found = self._read()
+        if found is None:
             return 0
-        with safe_open(self.path, "pt") as file, torch.no_grad():
-            about = file.metadata()
-            if about["of"] != self._of():
-                raise ValueError(f"{self.path} belongs to a training with other settings: choose another --out, or move it away")
+        tensors, about = found
+        if about["of"] != self._of():
+            raise ValueError(f"{self.path} belongs to a training with other settings: choose another --out, or move it away")
+        with torch.no_grad():
             for i, (run, curve) in enumerate(zip(self.runs, json.loads(about["curves"]), strict=True)):
                 run.curve = [(epoch, loss) for epoch, loss in curve]
-                names = [key.split(".", 1)[1] for key in file.keys() if key.startswith(f"{i}.")]  # noqa: SIM118
+                names = [key.split(".", 1)[1] for key in tensors if key.startswith(f"{i}.")]
                 own = run.learner.net.state_dict()
                 run.best = {n[5:]: torch.empty_like(own[n[5:]]) for n in names if n.startswith("best.")}
                 for name, tensor in run.tensors().items():
-                    tensor.copy_(file.get_tensor(f"{i}.{name}"))
-            return int(about["epoch"])
+                    if f"{i}.{name}" in tensors:  # a travelling checkpoint has no first moments: they start from 0
+                        tensor.copy_(tensors[f"{i}.{name}"])
+        return int(about["epoch"])
+
+    def _read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        """The exact checkpoint of this machine; else what travelled here from another."""
+        if not self.path.exists():
+            return load_parts(self.path.parent, self._travel) if self.schedule.travel else None
+        with safe_open(self.path, "pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118, it is no dict
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        remove_parts(self.path.parent, self._travel)
+
+    @property
+    def _travel(self) -> str:
+        return f"{self.path.stem}.travel"
 
     def _of(self) -> str:
         return json.dumps([self.schedule.epochs, self.schedule.batch, self.schedule.lr, [run.learner.name for run in self.runs]])
+
+
+def _travelling(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A third of a checkpoint: weights and Adam's second moments at half precision; first moments are new again after ten steps."""
+    kept = {key: t for key, t in tensors.items() if not key.endswith(".exp_avg") and ".best." not in key}
+    moments = {key: t for key, t in kept.items() if key.endswith(".exp_avg_sq")}  # tiny numbers, which float16 would lose
+    return halved({key: t for key, t in kept.items() if key not in moments}) | halved(moments, torch.bfloat16)
 
 
 def _leave_weights(folder: Path, run: _Run) -> None:

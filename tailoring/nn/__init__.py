@@ -6,6 +6,7 @@ from ._resnet import Bottleneck as Bottleneck
 from ._resnet import ResNet as ResNet
 from ._resnet import cifar_resnet as cifar_resnet
 from ._resnet import load_weights as load_weights
+from ._resnet import resnet18 as resnet18
 from ._resnet import resnet50 as resnet50
 
-__all__ = ["BasicBlock", "Bottleneck", "ResNet", "ResidualMLP", "cifar_resnet", "load_weights", "resnet50"]
+__all__ = ["BasicBlock", "Bottleneck", "ResNet", "ResidualMLP", "cifar_resnet", "load_weights", "resnet18", "resnet50"]

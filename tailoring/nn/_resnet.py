@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 Shortcut = Literal["conv", "pad"]
+Stem = Literal["cifar", "imagenet"]
 
 # Cohen et al.'s statistics of CIFAR-10; those of ImageNet, which the public ResNet-20/32/56 weights for CIFAR-10 use too
 CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
@@ -108,7 +109,7 @@ class ResNet(nn.Module):
         widths: Sequence[int],
         *,
         classes: int,
-        stem: Literal["cifar", "imagenet"],
+        stem: Stem,
         statistics: tuple[Sequence[float], Sequence[float]],
         shortcut: Shortcut = "conv",
     ):
@@ -146,9 +147,24 @@ def cifar_resnet(depth: int = 110, *, classes: int = 10, shortcut: Shortcut = "c
     return ResNet(BasicBlock, blocks, (16, 32, 64), classes=classes, stem="cifar", statistics=statistics, shortcut=shortcut)
 
 
-def resnet50(*, classes: int = 1000) -> ResNet:
-    """ResNet-50 for images of 224x224 pixels, with torchvision's names."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), (64, 128, 256, 512), classes=classes, stem="imagenet", statistics=IMAGENET)
+def resnet18(*, classes: int = 1000, stem: Stem = "imagenet") -> ResNet:
+    """ResNet-18, with torchvision's names: for images of 224x224 pixels, or with stem="cifar" (see `resnet50`) of 32x32."""
+    return _resnet(BasicBlock, (2, 2, 2, 2), classes, stem)
+
+
+def resnet50(*, classes: int = 1000, stem: Stem = "imagenet") -> ResNet:
+    """ResNet-50, with torchvision's names: for images of 224x224 pixels.
+
+    stem="cifar" is SimCLR's variant for 32x32 pixels: a first convolution of 3x3 with stride 1, no pooling after it, CIFAR's statistics.
+    """
+    return _resnet(Bottleneck, (3, 4, 6, 3), classes, stem)
+
+
+def _resnet(block: type[BasicBlock] | type[Bottleneck], blocks: Sequence[int], classes: int, stem: Stem) -> ResNet:
+    if stem not in ("cifar", "imagenet"):
+        raise ValueError(f"stem must be 'imagenet' (224x224 pixels) or 'cifar' (32x32), not {stem!r}")
+    statistics = CIFAR if stem == "cifar" else IMAGENET
+    return ResNet(block, blocks, (64, 128, 256, 512), classes=classes, stem=stem, statistics=statistics)
 
 
 def load_weights(net: nn.Module, checkpoint: Mapping[str, Any]) -> None:
