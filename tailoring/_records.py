@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ class Trace:
             f"mean steps of the answer {self.steps.double().mean():.2f}, stopped early {int(self.stopped.sum())}, "
             f"fell back {int(self.failed.sum())}\nadapted: {places}\nof the model, run once for all steps: {once}"
         )
+
+
+class Places(NamedTuple):
+    """What is known of a model for inputs of one shape."""
+
+    sites: tuple[Site, ...]
+    prefix: tuple[str, ...]  # modules that lie below the first site, and can run once for all steps
+    answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[r
 from torch.utils import _pytree as pytree
 
 from ._kernels import plain_kernels
-from ._sites import Reading, Seen, first_and_another, intercepted, watch
+from ._sites import Reading, Seen, first_and_another, intercepted
 from ._trees import map_tensors, model_call, tensors
 
 WORTH_IT = 0.1  # of the multiplications of a forward pass; a smaller prefix costs more to look after than it saves
@@ -118,11 +118,10 @@ def passing(reuse: Reuse | None, *, keep: bool) -> AbstractContextManager[None]:
     return nullcontext() if reuse is None else reuse.pass_through(keep=keep)
 
 
-def find_prefix(adapt: Any, model: nn.Module, sites: Any, x: Any) -> tuple[str, ...]:
+def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: Any) -> tuple[str, ...]:
     """The modules whose answers can be kept from pass to pass, if they are worth it: found by trying it on two queries."""
     outputs, weights = {s.module for s in sites if not s.local}, {s.module for s in sites if s.local}
     names = tuple(_outermost(model, "", outputs, weights))
-    seen = watch(model, x)
     if _share(model, names, seen) < WORTH_IT:
         return ()
     x = first_and_another(x)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ._adapt import CN, Adapter, Site
+from ._adapt import CN, Adapter
 from ._bound import Bound
+from ._compiled import Compiled
 from ._inner import Backprop, Keep, Moment, descend, hurry
 from ._kernels import may_look, plain_kernels, precision_of
 from ._learned import Learned, OwnNames
-from ._records import Batch, Fit, Trace, all_finite, better, finite_rows, leaves_inference_mode
+from ._records import Batch, Fit, Places, Trace, all_finite, better, finite_rows, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Reuse, find_prefix, passing
 from ._rules import LBFGS, Descent, Functional, Rates
@@ -53,6 +54,7 @@ class Tailored(OwnNames):
     keep       answer with the "last" state or with the "best" one seen (by each query's own tailoring loss)
     stop       a query whose tailoring loss is at most this stops moving
     chunk      how many queries to tailor at once, for batches that do not fit the memory
+    compile    answer (without gradients) by compiled programs, CUDA graphs included; or options of `torch.compile`
 
     `parameters()` and `state_dict()` are the model's own, under its own names; what else trains in the outer loop (a learned start,
     a learned `lr`, the parameters of a loss) follows under `tailoring.`.
@@ -74,6 +76,7 @@ class Tailored(OwnNames):
         keep: Keep = "last",
         stop: float | None = None,
         chunk: int | None = None,
+        compile: bool | Mapping[str, Any] = False,
     ):
         super().__init__(net)
         self.adapt: Adapter = CN() if adapt is None else adapt
@@ -93,8 +96,10 @@ class Tailored(OwnNames):
         self.steps, self.stop, self.chunk = steps, stop, chunk
         self.keep: Keep = "best" if self.rule.searches else keep
         self.tailoring = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
-        self._places: dict[Any, tuple[tuple[Site, ...], tuple[str, ...]]] = {}
+        self._places: dict[Any, Places] = {}
         self._prepared = False
+        self.compile_options: Mapping[str, Any] | None = None if compile is False else {} if compile is True else compile
+        self._compiled: Compiled | None = None
         plain = isinstance(self.rule, Descent) and self.rule.is_plain and self.keep == "last" and stop is None
         self._may_hurry = plain and not self.adapt.outer_products
 
@@ -109,8 +114,12 @@ class Tailored(OwnNames):
         if count_rows(x) == 0 or (self.steps == 0 and not self.adapt.learned_start):
             args, kwargs = model_call(x)
             return self.net(*args, **kwargs)
+        if self.compile_options is not None and may_look() and not torch.is_grad_enabled():
+            out = self._compiled_answer(x)
+            if all_finite(out):
+                return out  # else let the guards of eager mode look at it
         batches = self._batches(x)
-        return cat_rows([self._answer(b, self._fitted(b))[0] for b in batches], self._answer_rows(x, batches))
+        return cat_rows([self._answer(b, self._fitted(b))[0] for b in batches], self._find_places(x).answer_rows)
 
     @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
@@ -125,7 +134,7 @@ class Tailored(OwnNames):
         args, kwargs = model_call(x)
         if count_rows(x) == 0:
             return self.net(*args, **kwargs)
-        batch = Batch(x, count_rows(x), self._find_places(x)[0])
+        batch = Batch(x, count_rows(x), self._find_places(x).sites)
         check_state(state, self._identity(batch, 1))
         return self._answer(batch, state)[0]
 
@@ -137,7 +146,7 @@ class Tailored(OwnNames):
         batches = self._batches(x, start, seeds)
         parts = [self._trace(b) for b in batches]
         joined = {name: cat_rows([getattr(p, name) for p in parts]) for name in ("steps", "stopped", "failed", "state")}
-        joined["prediction"] = cat_rows([p.prediction for p in parts], self._answer_rows(x, batches))
+        joined["prediction"] = cat_rows([p.prediction for p in parts], self._find_places(x).answer_rows)
         return Trace(losses=torch.cat([p.losses for p in parts], 1), sites=parts[0].sites, ran_once=parts[0].ran_once, **joined)
 
     def states(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Iterator[State]:
@@ -159,7 +168,7 @@ class Tailored(OwnNames):
 
     def prepare(self, x: Any) -> Self:
         """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
-        self._identity(Batch(x, count_rows(x), self._find_places(x)[0]), 1)
+        self._identity(Batch(x, count_rows(x), self._find_places(x).sites), 1)
         make_traceable(self.net)
         self._prepared = True
         return self
@@ -167,6 +176,7 @@ class Tailored(OwnNames):
     def replace(self, **changes: Any) -> Tailored:
         """The same model and loss with other settings, e.g. `model.replace(steps=10)`. Weights and learned parts are shared."""
         settings: dict[str, Any] = {name: getattr(self, name) for name in ("adapt", "steps", "backprop", "keep", "stop", "chunk")}
+        settings["compile"] = False if self.compile_options is None else self.compile_options
         descent = {"lr", "momentum", "clip", "proximal"}
         if isinstance(self.rule, Descent) and "optimizer" not in changes:
             settings |= {name: getattr(self.rule, name) for name in descent}
@@ -182,6 +192,21 @@ class Tailored(OwnNames):
     def extra_repr(self) -> str:
         return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}  # a compiled program belongs to this process
+
+    def _compiled_answer(self, x: Any) -> Any:
+        def answer(part: Any) -> Any:
+            (batch,) = self._batches(part)
+            return self._answer(batch, self._fit(batch).state)[0]
+
+        self._batches(x)  # what it refuses must be refused here, with its own words
+        if not self._prepared:
+            self.prepare(x)
+        self._compiled = self._compiled or Compiled(answer, self.compile_options or {})
+        self._places["compiled"] = self._find_places(x)
+        return self._compiled(self._key(x), x, self.chunk, self._places["compiled"].answer_rows)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._places.clear()  # the state's dtype follows the model's
         return super()._apply(fn, recurse)
@@ -192,7 +217,7 @@ class Tailored(OwnNames):
         if isinstance(self.loss, nn.Module):
             refuse_mixing_modules(self.loss)
         queries = count_rows(x)
-        sites, prefix = self._find_places(x)
+        sites, prefix, _ = self._find_places(x)
         if start is not None:
             check_state(start, self._identity(Batch(x, queries, sites), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
@@ -211,19 +236,16 @@ class Tailored(OwnNames):
             prefix = prefix if any(weights[name] for name in prefix) else ()  # else nothing but activation functions is left
         return Reuse(self.net, prefix) if prefix else None
 
-    def _find_places(self, x: Any) -> tuple[tuple[Site, ...], tuple[str, ...]]:
-        """Where the state acts, and which modules lie below that."""
+    def _find_places(self, x: Any) -> Places:
         key = "compiled" if torch.compiler.is_compiling() else self._key(x)
         if key not in self._places or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
             if torch.compiler.is_compiling():
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
-            sites = self.adapt.sites(self.net, x)
-            self._places[key] = self._places["compiled"] = sites, find_prefix(self.adapt, self.net, sites, x)
+            sites, seen = self.adapt.sites(self.net, x), watch(self.net, x)
+            prefix = find_prefix(self.adapt, self.net, sites, seen, x)
+            answer_rows = {s.leaf: s.rows for s in seen if s.name == "" and s.leaf >= 0}
+            self._places[key] = self._places["compiled"] = Places(sites, prefix, answer_rows)
         return self._places[key]
-
-    def _answer_rows(self, x: Any, batches: list[Batch]) -> dict[int, int | None]:
-        """Of every tensor of the answer, the dimension that holds the queries; needed to join the parts of a batch."""
-        return {s.leaf: s.rows for s in watch(self.net, x) if s.name == "" and s.leaf >= 0} if len(batches) > 1 else {}
 
     def _key(self, x: Any) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision."""

@@ -24,7 +24,21 @@ def test_importing_it_imports_nothing_heavier_than_torch():
     assert loaded <= {"tailoring", "torch"}, loaded
 
 
-ROOMS = ["_trees", "random", "_recurrent", "_kernels", "_sites", "_states", "_rules", "_inner", "_bound", "_adapt", "_copies", "_taps"]
+ROOMS = [
+    "_trees",
+    "random",
+    "_recurrent",
+    "_kernels",
+    "_sites",
+    "_states",
+    "_rules",
+    "_inner",
+    "_bound",
+    "_compiled",
+    "_adapt",
+    "_copies",
+    "_taps",
+]
 ROOMS += ["_layers", "_places", "_weights", "_learned", "_reuse", "_records", "_validate", "_tailored", "_outer", "_check", "_tune"]
 
 

@@ -1,0 +1,73 @@
+"""`Tailored(..., compile=True)`: one compiled program for each of a few batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._trees import cat_rows, count_rows, map_tensors, split_rows, tensors
+
+Program = Callable[[Any], Any]
+_MOST_PADDING = 4  # a batch may be filled up to so many times its size, before a new size is compiled
+_PROGRAMS = 64  # dynamo's own limit of recompilations is 8
+
+
+class Compiled:
+    """Answers batches of any size with programs for a few sizes: a batch is filled up with copies of its first query.
+
+    The first size is compiled as it is, every later one that no program serves as the next power of two. On CUDA the programs are
+    recorded as CUDA graphs.
+    """
+
+    def __init__(self, answer: Program, options: Mapping[str, Any]):
+        self.answer, self.options = answer, options
+        self.programs: dict[torch.device, Program] = {}
+        self.sizes: dict[Any, list[int]] = {}
+
+    def __call__(self, key: Any, x: Any, chunk: int | None, rows: Mapping[int, int | None]) -> Any:
+        """The answers to `x`. `key` is what a program depends on besides the size, `rows` the answers' dimensions of the queries."""
+        parts = split_rows(x, chunk) if chunk is not None and count_rows(x) > chunk else [x]
+        return cat_rows([self._part(key, part, chunk, rows) for part in parts], rows)
+
+    def _part(self, key: Any, x: Any, chunk: int | None, rows: Mapping[int, int | None]) -> Any:
+        queries, device = count_rows(x), tensors(x)[0].device
+        size, is_new = self._size((key, device), queries, chunk)
+        if device not in self.programs:
+            options: dict[str, Any] = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
+            self.programs[device] = torch.compile(self.answer, fullgraph=True, dynamic=False, **(options | dict(self.options)))
+        if size > queries:
+            x = map_tensors(lambda t: torch.cat([t, t[:1].expand(size - queries, *t.shape[1:])]) if t.ndim else t, x)
+        if device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        if is_new:
+            with torch._dynamo.config.patch(recompile_limit=_PROGRAMS):  # pyright: ignore[reportAttributeAccessIssue]
+                out = self.programs[device](x)
+        else:
+            out = self.programs[device](x)
+        return _first_rows(out, queries, size, rows, owned=device.type != "cuda")
+
+    def _size(self, key: Any, queries: int, chunk: int | None) -> tuple[int, bool]:
+        """The size of the program that answers so many queries, and whether it is new."""
+        sizes = self.sizes.setdefault(key, [])
+        fitting = [size for size in sizes if queries <= size <= _MOST_PADDING * queries]
+        if fitting:
+            return min(fitting), False
+        power = 1 << (queries - 1).bit_length()
+        sizes.append(queries if not sizes else power if chunk is None else min(power, chunk))
+        return sizes[-1], True
+
+
+def _first_rows(out: Any, queries: int, size: int, rows: Mapping[int, int | None], *, owned: bool) -> Any:
+    """The answers without those to the filling; copied, unless `owned`: the next replay of a CUDA graph overwrites its outputs."""
+    count = [-1]
+
+    def cut(t: Tensor) -> Tensor:
+        count[0] += 1
+        dim = rows.get(count[0], 0) if t.ndim else None
+        part = t if dim is None or queries == size else t.narrow(dim, 0, queries * (t.shape[dim] // size))
+        return part if owned else part.clone()
+
+    return map_tensors(cut, out)

@@ -1,0 +1,137 @@
+"""`Tailored(..., compile=True)`: the same answers from programs for a few batch sizes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from nets import drift, mlp, queries
+from torch import nn
+
+from tailoring import CN, Inputs, Tailored, Weights
+
+AOT = {"backend": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch.compiler.reset()
+
+
+def counted(**options):
+    """A model and the sizes of the batches that a program was made for."""
+    made: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs):
+        made.append(max(t.shape[0] for t in inputs if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)))
+        return graph.forward
+
+    return Tailored(mlp(), drift, compile={"backend": backend}, **({"adapt": CN(nn.Tanh), "steps": 2, "lr": 1e-2} | options)), made
+
+
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights()], ids=repr)
+def test_answers_are_those_of_eager_mode(adapt):
+    model = Tailored(mlp(), drift, adapt=adapt, steps=2, lr=1e-2, compile=AOT)
+    with torch.no_grad():
+        for n in (6, 4, 1):
+            torch.testing.assert_close(model(queries(n)), model.replace(compile=False)(queries(n)))
+
+
+def test_a_few_programs_serve_all_batch_sizes():
+    model, made = counted()
+    with torch.no_grad():
+        for n in (12, 5, 3, 12, 2, 1, 13, 20, 30, 33):
+            torch.testing.assert_close(model(queries(n)), model.replace(compile=False)(queries(n)))
+    assert model._compiled is not None
+    assert list(model._compiled.sizes.values()) == [[12, 2, 16, 32, 64]]
+    assert len(made) == 5
+
+
+def test_chunks_share_one_program():
+    model, made = counted(chunk=8)
+    with torch.no_grad():
+        torch.testing.assert_close(model(queries(21)), model.replace(compile=False)(queries(21)))
+    assert len(made) == 1
+
+
+def test_with_gradients_it_answers_in_eager_mode():
+    model, made = counted()
+    model(queries(4)).sum().backward()
+    assert not made
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_weights_may_train_between_two_calls():
+    model, made = counted()
+    x = queries(4)
+    with torch.no_grad():
+        before = model(x)
+        next(model.net.parameters()).mul_(2.0)
+        torch.testing.assert_close(model(x), model.replace(compile=False)(x))
+        assert not torch.allclose(model(x), before)
+    assert len(made) == 1
+
+
+def test_a_query_that_cannot_be_answered_is_looked_at_in_eager_mode():
+    class Far(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.Tanh()
+
+        def forward(self, x):
+            return (self.act(x) * 50).exp().exp()  # a state may be finite, and the answer not
+
+    model = Tailored(Far().double(), lambda m, x: -m(x).log().log().sum(1), steps=1, lr=1.0, compile=AOT)
+    x = torch.tensor([[0.01], [0.12]]).double()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.replace(compile=False)(x))
+        assert model(x).isfinite().all()
+
+
+def test_input_trees_and_other_shapes_have_their_own_programs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.Tanh()
+
+        def forward(self, a, *, b):
+            return {"sum": self.act(a) + b, "rows": [b * 2]}
+
+    model = Tailored(Two(), lambda m, a, b: m(a, b=b)["sum"].square().sum(1), adapt=CN("act"), lr=0.1, compile=AOT)
+    eager = model.replace(compile=False)
+    with torch.no_grad():
+        for n, width in ((4, 3), (3, 3), (3, 5)):
+            a, b = torch.randn(n, width), torch.randn(n, width)
+            torch.testing.assert_close(model(a, b=b), eager(a, b=b))
+            assert model(a, b=b)["rows"][0].shape == (n, width)
+    assert torch.equal(model.predict(Inputs(a, b=b), eager.tailor(Inputs(a, b=b)))["sum"], eager(a, b=b)["sum"])
+
+
+def test_a_compiled_model_can_be_copied_and_saved():
+    model, _ = counted()
+    with torch.no_grad():
+        model(queries(3))
+    model.compile_options = AOT
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(Tailored(mlp(), drift, compile=True)))):
+        assert other._compiled is None
+
+
+def test_bad_input_is_refused_as_in_eager_mode():
+    model, made = counted()
+    model.net.append(nn.Dropout())  # type: ignore[operator]
+    model.net.train()
+    with torch.no_grad(), pytest.raises(ValueError, match="drops units in training mode"):
+        model(queries(3))
+    assert not made
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_do_not_overwrite_earlier_answers():
+    model = Tailored(mlp().cuda(), drift, steps=2, lr=1e-2, compile=True)
+    with torch.no_grad():
+        answers = [model(queries(n).cuda()) for n in (8, 8, 5)]
+        for n, answer in zip((8, 8, 5), answers, strict=True):
+            torch.testing.assert_close(answer, model.replace(compile=False)(queries(n).cuda()))
