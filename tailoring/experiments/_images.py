@@ -6,7 +6,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,31 @@ MD5 = {
     "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
 }
 SUFFIXES = {".jpeg", ".jpg", ".png"}
+
+
+class Images(Protocol):
+    """What is certified: an image (3, H, W) in [0, 1] and its label, by index."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> tuple[Tensor, int]: ...
+
+
+@dataclass(frozen=True)
+class TensorImages:
+    images: Tensor  # (n, 3, H, W), uint8
+    labels: Tensor  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index].float() / 255, int(self.labels[index])
+
+
+def image_folder(root: Path | None, size: int) -> ImageFolder:
+    if root is None:
+        raise ValueError("--data imagenet needs --root, a folder with one folder of images per class")
+    return ImageFolder.open(root, size)
 
 
 def data_folder(given: Path | None) -> Path:
