@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from ._cache import make_folder
 
 MD5 = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
@@ -105,3 +109,84 @@ class ImageFolder:
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         pixels = torch.from_numpy(np.asarray(image.crop((left, top, left + self.size, top + self.size))).copy())
         return pixels.permute(2, 0, 1).float() / 255, self.labels[index]
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Images to train on, to choose settings with, and to certify in the end."""
+
+    train: TensorImages
+    validation: TensorImages
+    test: Images
+    classes: tuple[str, ...]
+
+
+def cifar10_splits(folder: Path, held_out: int, size: int = 32) -> Splits:
+    """The last `held_out` training images are for validation. Sizes other than 32 are for trials."""
+
+    def part(which: Literal["train", "test"]) -> TensorImages:
+        images, labels = cifar10(folder, which)
+        if size != images.shape[-1]:
+            smaller = [F.interpolate(some.float(), size, mode="area").round().to(torch.uint8) for some in images.split(1000)]
+            images = torch.cat(smaller)
+        return TensorImages(images, labels)
+
+    train = part("train")
+    kept = len(train) - _checked(held_out, len(train))
+    validation = TensorImages(train.images[kept:], train.labels[kept:])
+    return Splits(TensorImages(train.images[:kept], train.labels[:kept]), validation, part("test"), tuple(map(str, range(10))))
+
+
+def folder_splits(root: Path | None, held_out: int, size: int, cache: Path, progress: Callable[[str, int, int], None]) -> Splits:
+    """Of `root/train`, `held_out` images spread over all classes are for validation; those of `root/val` are certified."""
+    if root is None:
+        raise ValueError("--data imagenet needs --root, a folder that holds train/ and val/, each with one folder of images per class")
+    train, test = ImageFolder.open(root / "train", size), ImageFolder.open(root / "val", size)
+    if train.classes != test.classes:
+        raise ValueError(f"{root / 'train'} and {root / 'val'} must hold the same folders, one per class")
+    every, kept = len(train) // _checked(held_out, len(train)), len(train) - held_out
+    order = sorted(range(len(train)), key=lambda i: i % every == 0 and i // every < held_out)  # held out come last: no copy is needed
+    train = replace(train, files=tuple(train.files[i] for i in order), labels=tuple(train.labels[i] for i in order))
+    images, labels = _decoded(train, cache, progress), torch.tensor(train.labels)
+    return Splits(TensorImages(images[:kept], labels[:kept]), TensorImages(images[kept:], labels[kept:]), test, train.classes)
+
+
+def made_splits(held_out: int, size: int, *, classes: int = 4, train: int = 600, test: int = 200, seed: int = 0) -> Splits:
+    """Blotches: each class has a smooth pattern of its own, each image a shade, a contrast and other blotches over it. No download."""
+    random = torch.Generator().manual_seed(seed)
+    patterns = torch.randn(classes, 3, 4, 4, generator=random)
+
+    def part(count: int) -> TensorImages:
+        labels = torch.arange(count) % classes
+        own = patterns[labels] * (0.7 + 0.6 * torch.rand(count, 1, 1, 1, generator=random))
+        mixed = own + 0.5 * torch.randn(own.shape, generator=random) + 0.3 * torch.randn(count, 3, 1, 1, generator=random)
+        smooth = F.interpolate(mixed, size, mode="bilinear", align_corners=False)
+        return TensorImages((0.5 + 0.18 * smooth).clamp(0, 1).mul(255).round().to(torch.uint8), labels)
+
+    whole = part(train)
+    kept = train - _checked(held_out, train)
+    validation = TensorImages(whole.images[kept:], whole.labels[kept:])
+    return Splits(TensorImages(whole.images[:kept], whole.labels[:kept]), validation, part(test), tuple(map(str, range(classes))))
+
+
+def _checked(held_out: int, images: int) -> int:
+    if not 0 < held_out < images:
+        raise ValueError(f"of {images} training images, {held_out} cannot be held out for validation: set --held-out")
+    return held_out
+
+
+def _decoded(folder: ImageFolder, cache: Path, progress: Callable[[str, int, int], None]) -> Tensor:
+    """All images of a folder, (n, 3, size, size), uint8, in a file that memory pages in as needed: ImageNet itself takes 190 GB of disk."""
+    listed = "\n".join([str(folder.size), *map(str, folder.files)])
+    path = cache / f"images-{hashlib.sha256(listed.encode()).hexdigest()[:12]}.u8"
+    shape = (len(folder), 3, folder.size, folder.size)
+    count = len(folder) * 3 * folder.size**2
+    if not path.exists():
+        make_folder(cache)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        images = torch.from_file(str(part), shared=True, size=count, dtype=torch.uint8).view(shape)
+        for i in range(len(folder)):
+            images[i] = (folder[i][0] * 255).round().to(torch.uint8)
+            progress("decoding images", i + 1, len(folder))
+        part.replace(path)
+    return torch.from_file(str(path), shared=False, size=count, dtype=torch.uint8).view(shape)

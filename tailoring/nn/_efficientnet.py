@@ -32,7 +32,7 @@ class _Conv(nn.Conv2d):
 
 
 def _norm(channels: int) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
+    return nn.BatchNorm2d(channels, eps=1e-3)
 
 
 class InvertedResidual(nn.Module):

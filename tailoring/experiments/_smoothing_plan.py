@@ -1,0 +1,323 @@
+"""The settings of the certified-robustness experiment, which networks a run trains, and how each is certified."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from ._classifiers import Inner, Network
+from ._images import data_folder
+from ._smoothing_losses import Macer, Method, SmoothAdv
+
+Extra = Literal["scratch", "more", "macer", "smoothadv", "search", "regimes"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of the certified-robustness experiment; beside each, where it comes from."""
+
+    HOW: ClassVar = frozenset(
+        {"out", "data_dir", "root", "classes", "only", "accelerator", "devices", "strategy", "engine", "address", "workers"}
+    )
+
+    out: Path = Path("runs/smoothing")
+    """folder of the rows, weights and figures"""
+    data: Literal["cifar10", "imagenet", "made"] = "cifar10"
+    """made: blotches, for trials without a download"""
+    data_dir: Path | None = None
+    """folder of cifar-10-batches-bin; TAILORING_DATA by default"""
+    root: Path | None = None
+    """of the data set imagenet: a folder with train/ and val/, each with one folder of images per class"""
+    size: int = 32
+    """pixels of an image's side; 224 for ImageNet's networks"""
+    held_out: int = 1000
+    """training images kept for validation (Cohen et al. keep none)"""
+    network: Network = "resnet110"
+    """Cohen et al.'s for CIFAR-10; resnet50 is theirs for ImageNet"""
+    pretrained: Path | None = None
+    """weights that the training with noise starts from; of efficientnet-lite0, by default those of its package"""
+    classes: Path | None = None
+    """where pre-trained weights know more classes than the data: a file or folder that names all of theirs, as ImageNet's val/ does"""
+    sigmas: tuple[float, ...] = (0.5, 0.25, 1.0)
+    """Sec. 5.4, the one with all the controls first"""
+    inner: Inner = field(default_factory=Inner)
+    """the tailoring"""
+    epochs: int = 90
+    """of the training with noise, Cohen et al.; the step size falls by 10 after each third"""
+    rate: float = 0.1
+    """its step size, Cohen et al.; SGD, momentum 0.9, weight decay 1e-4"""
+    extra_epochs: int = 8
+    """on top of the trained network, with and without tailoring; those of the sketch"""
+    extra_rate: float = 0.01
+    """their step size: the middle one of the training before"""
+    batch: int = 256
+    """Cohen et al.'s for CIFAR-10"""
+    extra_batch: int = 256
+    """images of a batch on top of the trained network; MACER and SmoothAdv hold several copies of each"""
+    augment: bool = True
+    """shift and mirror training images, as Cohen et al. do"""
+    macer: Macer = field(default_factory=Macer)
+    macer_epochs: int = 4
+    """on top of the trained network; Zhai et al. train 440 from scratch"""
+    smoothadv: SmoothAdv = field(default_factory=SmoothAdv)
+    smoothadv_epochs: int = 4
+    """on top of the trained network; Salman et al. train 150 from scratch"""
+    seed: int = 0
+    """of weights, batches and noise; an image's noise is the same for all classifiers"""
+    n0: int = 100
+    n: int = 10_000
+    """samples for the bound; the paper's 100,000 are `more_n`"""
+    more_n: int = 100_000
+    more_sigmas: tuple[float, ...] = (0.5,)
+    """for which `more_n` samples are drawn, too (extra "more")"""
+    alpha: float = 0.001
+    """probability that a certificate is wrong"""
+    every: int = 20
+    """test images that are certified, as Cohen et al."""
+    images: int = 500
+    nus: tuple[float, ...] = (0.05, 0.1, 0.2)
+    """the paper's search, with tailoring alone, for the first sigma"""
+    lrs: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0)
+    """the paper's search"""
+    validation_images: int = 200
+    """that settings are compared with"""
+    validation_n: int = 1000
+    regimes: tuple[str, ...] = ("*",)
+    """which settings to search for one where the step itself helps; names or patterns"""
+    regime_epochs: int = 2
+    """of meta-tailoring with each"""
+    extras: tuple[Extra, ...] = ("more", "macer", "smoothadv", "scratch", "search", "regimes")
+    """besides the plain, control, tailored and meta-tailored classifiers; in the order of the issue"""
+    only: tuple[str, ...] = ("*",)
+    """train and certify only what matches these patterns, e.g. 's0.5-*'; what these need is trained, too"""
+    accelerator: str = "auto"
+    devices: int = 1
+    strategy: str = "auto"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    compile: bool = False
+    """torch.compile trainings and the certification of test images (a minute or more each, the first time)"""
+    certify_batch: int = 1000
+    """samples at once"""
+    engine: Literal["local", "ray"] = "local"
+    """of the certification; ray spreads images over a cluster"""
+    address: str | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        for sigma in self.sigmas:
+            if not self.inner.nu < sigma:
+                raise ValueError(f"the tailoring's noise, nu = {self.inner.nu}, must be below every sigma, but one is {sigma}")
+
+
+def quick() -> Config:
+    """All of it in small, in under three minutes on two cores: a small network and few images, made ones where CIFAR-10 is not there."""
+    there = (data_folder(None) / "cifar-10-batches-bin" / "test_batch.bin").exists()
+    return Config(
+        out=Path("runs/smoothing-quick"),
+        data="cifar10" if there else "made",
+        size=16,
+        held_out=49000 if there else 100,
+        network="resnet8",
+        sigmas=(0.5, 0.25),
+        epochs=12,
+        extra_epochs=3,
+        batch=50,
+        extra_batch=50,
+        macer=Macer(copies=4),
+        macer_epochs=2,
+        smoothadv=SmoothAdv(radius=0.5),
+        smoothadv_epochs=2,
+        n=200,
+        more_n=1000,
+        n0=20,
+        every=4,
+        images=30,
+        nus=(0.1, 0.2),
+        lrs=(0.1, 1.0),
+        validation_images=30,
+        validation_n=100,
+        regimes=("normalised 1", "logits", "last block's weights"),
+        regime_epochs=1,
+        certify_batch=200,
+        accelerator="cpu",
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """One network to train. `inner.steps` = 0 is training without tailoring."""
+
+    role: str
+    sigma: float
+    method: Method
+    epochs: int
+    rate: float
+    batch: int
+    inner: Inner
+    start: str | None = None  # the name of the training it goes on from
+    frozen: bool = False  # BatchNorm keeps the statistics it came with
+    small: bool = False  # not worth compiling
+
+    @property
+    def noise(self) -> float:
+        """sigma, or sigma' where the tailoring loss adds the rest (or where what is compared with that must see the same images)."""
+        return outer_sigma(self.sigma, self.inner.nu) if self.inner.nu else self.sigma
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return asdict(self) | {"noise": self.noise}
+
+    @property
+    def name(self) -> str:
+        return _file_name(f"s{self.sigma:g}-{self.role}")
+
+
+@dataclass(frozen=True)
+class Certification:
+    """One network, asked in one way. `inner.nu` = 0 is the plain network at sigma; `inner.steps` = 0 the plain network at sigma'."""
+
+    training: Training
+    role: str
+    inner: Inner
+    n: int
+    part: Literal["test", "validation"] = "test"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"role": self.role, "training": self.training.name, "sigma": self.training.sigma, "n": self.n, "part": self.part} | {
+            "inner": asdict(self.inner)
+        }
+
+    @property
+    def name(self) -> str:
+        kind = f"n{self.n}" if self.part == "test" else "validation"
+        return _file_name(f"s{self.training.sigma:g}-{self.role}-{kind}")
+
+
+def _file_name(words: str) -> str:
+    return words.replace(" ", "_").replace("'", "").replace(",", "")
+
+
+def outer_sigma(sigma: float, nu: float) -> float:
+    return math.sqrt(sigma**2 - nu**2)
+
+
+def regimes(paper: Inner) -> dict[str, Inner]:
+    """Settings in which the step may help where the paper's does not, each a change of one thing (or what that needs)."""
+    return {
+        "paper's": paper,
+        "lr 1": replace(paper, lr=1.0),
+        "lr 10": replace(paper, lr=10.0),
+        "lr 100": replace(paper, lr=100.0),
+        "normalised 0.3": replace(paper, lr=0.3, normalised=True),
+        "normalised 1": replace(paper, lr=1.0, normalised=True),
+        "normalised 3": replace(paper, lr=3.0, normalised=True),
+        "second order": replace(paper, lr=10.0, backprop="all"),
+        "second order, normalised 1": replace(paper, lr=1.0, normalised=True, backprop="all"),
+        "3 steps": replace(paper, lr=10.0, steps=3),
+        "4 views": replace(paper, lr=10.0, views=4),
+        "logits": replace(paper, lr=1.0, features="logits"),
+        "middle features": replace(paper, lr=1.0, features="middle", where="lower"),
+        "lower blocks": replace(paper, lr=10.0, where="lower"),
+        "upper blocks": replace(paper, lr=10.0, where="upper"),
+        "nu 0.3": replace(paper, lr=10.0, nu=0.3),
+        "last block's weights": replace(paper, lr=0.1, adapt="weights"),
+    }
+
+
+def plan(config: Config) -> Iterator[Certification]:
+    """Every certification of a run, the most important first; each names the training it needs."""
+    first, *others = config.sigmas
+    yield from _controls(config, first, config.n)
+    for sigma in others:
+        yield from _controls(config, sigma, config.n)
+    if "more" in config.extras:
+        for sigma in config.more_sigmas:
+            yield from _controls(config, sigma, config.more_n)
+    if "macer" in config.extras:
+        yield from _other_method(config, first, "macer", config.macer_epochs)
+    if "smoothadv" in config.extras:
+        yield from _other_method(config, first, "smoothadv", config.smoothadv_epochs)
+    if "scratch" in config.extras:
+        scratch = replace(base(config, first), role="scratch", inner=config.inner)
+        yield Certification(scratch, "scratch", config.inner, config.n)
+        yield Certification(scratch, "scratch-0", replace(config.inner, steps=0), config.n)
+    if "search" in config.extras:
+        yield from _search(config, first)
+    if "regimes" in config.extras:
+        yield from _regimes(config, first)
+
+
+def base(config: Config, sigma: float) -> Training:
+    return Training("base", sigma, "noise", config.epochs, config.rate, config.batch, _plain())
+
+
+def on_top(config: Config, sigma: float, role: str, **changes: Any) -> Training:
+    """Further training of the base network, meta-tailored unless told otherwise; all have the same number of updates."""
+    trained = base(config, sigma)
+    extra = {"epochs": config.extra_epochs, "rate": config.extra_rate, "batch": config.extra_batch, "inner": config.inner, "frozen": True}
+    return replace(trained, role=role, start=trained.name, **(extra | changes))
+
+
+def _plain(nu: float = 0.0) -> Inner:
+    return Inner(nu=nu, steps=0)
+
+
+def _controls(config: Config, sigma: float, n: int) -> Iterator[Certification]:
+    inner, plain, trained = config.inner, _plain(), base(config, sigma)
+    zero = replace(inner, steps=0)
+    meta = on_top(config, sigma, "meta")
+    yield Certification(trained, "plain", plain, n)
+    yield Certification(on_top(config, sigma, "control", inner=plain, frozen=False), "control", plain, n)
+    yield Certification(meta, "meta", inner, n)
+    yield Certification(meta, "meta-0", zero, n)
+    yield Certification(trained, "tailored", inner, n)
+    yield Certification(on_top(config, sigma, "control-frozen", inner=zero), "control-frozen", zero, n)
+
+
+def _other_method(config: Config, sigma: float, method: Method, epochs: int) -> Iterator[Certification]:
+    """MACER or SmoothAdv on top of the trained network; BatchNorm trains, as in their papers."""
+    zero = replace(config.inner, steps=0)
+
+    def training(role: str, inner: Inner) -> Training:
+        return on_top(config, sigma, role, method=method, epochs=epochs, inner=inner, frozen=False)
+
+    meta = training(f"{method}-meta", config.inner)
+    yield Certification(training(method, _plain()), method, _plain(), config.n)
+    yield Certification(meta, f"{method}-meta", config.inner, config.n)
+    yield Certification(meta, f"{method}-meta-0", zero, config.n)
+    yield Certification(training(f"{method}-control", zero), f"{method}-control", zero, config.n)
+
+
+def _search(config: Config, sigma: float) -> Iterator[Certification]:
+    """The paper's: tailoring alone, on the trained network."""
+    for nu in config.nus:
+        if nu < sigma:
+            yield _zero_steps(config, base(config, sigma), "search", nu)
+            for lr in config.lrs:
+                yield _validated(config, base(config, sigma), f"search nu {nu:g} lr {lr:g}", replace(config.inner, nu=nu, lr=lr))
+
+
+def _regimes(config: Config, sigma: float) -> Iterator[Certification]:
+    """Each setting with tailoring alone and with meta-tailoring, beside its own zero steps."""
+    for name, inner in regimes(config.inner).items():
+        if not any(fnmatchcase(name, pattern) for pattern in config.regimes) or inner.nu >= sigma:
+            continue
+        if inner.backprop == "none":  # without training, its order does not matter
+            yield _validated(config, base(config, sigma), f"regime {name} alone", inner)
+            yield _zero_steps(config, base(config, sigma), "search", inner.nu)
+        meta = on_top(config, sigma, f"regime {name}", inner=inner, epochs=config.regime_epochs, small=True)
+        yield _validated(config, meta, f"regime {name}", inner)
+        yield _zero_steps(config, meta, f"regime {name}", inner.nu)
+
+
+def _validated(config: Config, training: Training, role: str, inner: Inner) -> Certification:
+    return Certification(training, role, inner, config.validation_n, "validation")
+
+
+def _zero_steps(config: Config, training: Training, role: str, nu: float) -> Certification:
+    return _validated(config, training, f"{role} nu {nu:g} 0 steps", _plain(nu))
