@@ -220,7 +220,7 @@ def _search(results: Results) -> Table:
     table = Table(
         f"Search on validation images, tailoring alone, sigma {config['sigmas'][0]:g}: ACR, and what the step brings",
         ("nu", "0 steps", *(f"lr {lr:g}" for lr in lrs)),
-        note=f"ACR with the sound radius, N = {config['validation_n']}; in brackets the difference to 0 steps, * if its interval excludes 0.",
+        note=f"ACR with the sound radius, N = {config['validation_n']}; in brackets the difference to 0 steps, * if clear.",
     )
     for nu in config["nus"]:
         zero = found.get(f"search nu {nu:g} 0 steps")

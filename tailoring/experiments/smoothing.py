@@ -93,7 +93,7 @@ class Bench:
 
     def learner(self, t: Training) -> Learner:
         torch.manual_seed(self.config.seed)
-        net = self.network(t)
+        net = self.network(t).eval()  # the loss decides itself when BatchNorm's statistics train
         model: nn.Module = net
         if t.inner.steps:
             model = tailored(net, t.inner).prepare(torch.rand(2, 3, self.config.size, self.config.size, device=self.fabric.device))
