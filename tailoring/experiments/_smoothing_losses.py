@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -128,7 +129,7 @@ def macer_loss(logits: Tensor, y: Tensor, sigma: float, settings: Macer) -> Tens
     p is the mean of the copies' probabilities, q that of their sharpened ones (beta times the logits), q_other its largest wrong class:
     sigma/2 times the difference of quantiles is the certified radius. logits (n, copies, classes), y (n,).
     """
-    log_p = logits.log_softmax(-1).logsumexp(1) - torch.log(torch.tensor(float(logits.shape[1]), device=logits.device))
+    log_p = logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
     q = (settings.sharpness * logits).softmax(-1).mean(1)
     own = q.gather(1, y[:, None]).squeeze(1)
     other = q.scatter(1, y[:, None], 0.0).amax(1)
