@@ -107,11 +107,6 @@ class Config:
     address: str | None = None
     workers: int | None = None
 
-    def __post_init__(self) -> None:
-        for sigma in self.sigmas:
-            if not self.inner.nu < sigma:
-                raise ValueError(f"the tailoring's noise, nu = {self.inner.nu}, must be below every sigma, but one is {sigma}")
-
 
 def quick() -> Config:
     """All of it in small, in under three minutes on two cores: a small network and few images, made ones where CIFAR-10 is not there."""
@@ -231,6 +226,9 @@ def regimes(paper: Inner) -> dict[str, Inner]:
 
 def plan(config: Config) -> Iterator[Certification]:
     """Every certification of a run, the most important first; each names the training it needs."""
+    for sigma in (*config.sigmas, *config.more_sigmas):
+        if not 0 < config.inner.nu < sigma:
+            raise ValueError(f"the tailoring's noise, nu = {config.inner.nu}, must be above 0 and below every sigma, but one is {sigma}")
     first, *others = config.sigmas
     yield from _controls(config, first, config.n)
     for sigma in others:
