@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable
@@ -111,18 +112,30 @@ class ImageFolder:
         return pixels.permute(2, 0, 1).float() / 255, self.labels[index]
 
 
-@dataclass(frozen=True)
 class Splits:
-    """Images to train on, to choose settings with, and to certify in the end."""
+    """Images to train on, to choose settings with, and to certify in the end. The first two are loaded when they are asked for."""
 
-    train: TensorImages
-    validation: TensorImages
-    test: Images
-    classes: tuple[str, ...]
+    def __init__(self, training: Callable[[], TensorImages], held_out: int, test: Images, classes: tuple[str, ...]):
+        self._training, self.held_out, self.test, self.classes = training, held_out, test, classes
+
+    @functools.cached_property
+    def _parts(self) -> tuple[TensorImages, TensorImages]:
+        """The last `held_out` are for validation."""
+        whole = self._training()
+        kept = len(whole) - _checked(self.held_out, len(whole))
+        return TensorImages(whole.images[:kept], whole.labels[:kept]), TensorImages(whole.images[kept:], whole.labels[kept:])
+
+    @property
+    def train(self) -> TensorImages:
+        return self._parts[0]
+
+    @property
+    def validation(self) -> TensorImages:
+        return self._parts[1]
 
 
 def cifar10_splits(folder: Path, held_out: int, size: int = 32) -> Splits:
-    """The last `held_out` training images are for validation. Sizes other than 32 are for trials."""
+    """Sizes other than 32 are for trials."""
 
     def part(which: Literal["train", "test"]) -> TensorImages:
         images, labels = cifar10(folder, which)
@@ -131,24 +144,20 @@ def cifar10_splits(folder: Path, held_out: int, size: int = 32) -> Splits:
             images = torch.cat(smaller)
         return TensorImages(images, labels)
 
-    train = part("train")
-    kept = len(train) - _checked(held_out, len(train))
-    validation = TensorImages(train.images[kept:], train.labels[kept:])
-    return Splits(TensorImages(train.images[:kept], train.labels[:kept]), validation, part("test"), tuple(map(str, range(10))))
+    return Splits(lambda: part("train"), held_out, part("test"), tuple(map(str, range(10))))
 
 
 def folder_splits(root: Path | None, held_out: int, size: int, cache: Path, progress: Callable[[str, int, int], None]) -> Splits:
-    """Of `root/train`, `held_out` images spread over all classes are for validation; those of `root/val` are certified."""
+    """Of `root/train`, images spread over all classes are held out; those of `root/val` are certified."""
     if root is None:
         raise ValueError("--data imagenet needs --root, a folder that holds train/ and val/, each with one folder of images per class")
     train, test = ImageFolder.open(root / "train", size), ImageFolder.open(root / "val", size)
     if train.classes != test.classes:
         raise ValueError(f"{root / 'train'} and {root / 'val'} must hold the same folders, one per class")
-    every, kept = len(train) // _checked(held_out, len(train)), len(train) - held_out
+    every = len(train) // _checked(held_out, len(train))
     order = sorted(range(len(train)), key=lambda i: i % every == 0 and i // every < held_out)  # held out come last: no copy is needed
     train = replace(train, files=tuple(train.files[i] for i in order), labels=tuple(train.labels[i] for i in order))
-    images, labels = _decoded(train, cache, progress), torch.tensor(train.labels)
-    return Splits(TensorImages(images[:kept], labels[:kept]), TensorImages(images[kept:], labels[kept:]), test, train.classes)
+    return Splits(lambda: TensorImages(_decoded(train, cache, progress), torch.tensor(train.labels)), held_out, test, train.classes)
 
 
 def made_splits(held_out: int, size: int, *, classes: int = 4, train: int = 600, test: int = 200, seed: int = 0) -> Splits:
@@ -163,10 +172,8 @@ def made_splits(held_out: int, size: int, *, classes: int = 4, train: int = 600,
         smooth = F.interpolate(mixed, size, mode="bilinear", align_corners=False)
         return TensorImages((0.5 + 0.18 * smooth).clamp(0, 1).mul(255).round().to(torch.uint8), labels)
 
-    whole = part(train)
-    kept = train - _checked(held_out, train)
-    validation = TensorImages(whole.images[kept:], whole.labels[kept:])
-    return Splits(TensorImages(whole.images[:kept], whole.labels[:kept]), validation, part(test), tuple(map(str, range(classes))))
+    training = part(train)
+    return Splits(lambda: training, held_out, part(test), tuple(map(str, range(classes))))
 
 
 def _checked(held_out: int, images: int) -> int:

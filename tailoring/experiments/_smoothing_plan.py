@@ -57,7 +57,9 @@ class Config:
     batch: int = 256
     """Cohen et al.'s for CIFAR-10"""
     extra_batch: int = 256
-    """images of a batch on top of the trained network; MACER and SmoothAdv hold several copies of each"""
+    """on top of the trained network"""
+    copies_batch: int = 64
+    """of MACER and SmoothAdv, which hold several copies of each image; Zhai et al.'s"""
     augment: bool = True
     """shift and mirror training images, as Cohen et al. do"""
     macer: Macer = field(default_factory=Macer)
@@ -122,6 +124,7 @@ def quick() -> Config:
         extra_epochs=3,
         batch=50,
         extra_batch=50,
+        copies_batch=50,
         macer=Macer(copies=4),
         macer_epochs=2,
         smoothadv=SmoothAdv(radius=0.5),
@@ -282,7 +285,7 @@ def _other_method(config: Config, sigma: float, method: Method, epochs: int) -> 
     zero = replace(config.inner, steps=0)
 
     def training(role: str, inner: Inner) -> Training:
-        return on_top(config, sigma, role, method=method, epochs=epochs, inner=inner, frozen=False)
+        return on_top(config, sigma, role, method=method, epochs=epochs, batch=config.copies_batch, inner=inner, frozen=False)
 
     meta = training(f"{method}-meta", config.inner)
     yield Certification(training(method, _plain()), method, _plain(), config.n)

@@ -80,13 +80,16 @@ class Bench:
 
     def train(self, t: Training, rows: Rows | None) -> None:
         """Train it unless that was done; on every process."""
+        done = trained(self.weights, t.name) is not None
+        if done and (rows is None or rows.has(kind="trained", name=t.name)):
+            return
         began, data = time.monotonic(), self.images.train
-        if trained(self.weights, t.name) is None:
+        if not done:
             resident = data.images.numel() < 8 << 30  # else batches are brought from memory or disk
             x, y = (part.to(self.fabric.device) if resident else part for part in (data.images, data.labels))
             schedule = Schedule(t.epochs, t.batch, t.rate, optimizer="sgd", weight_decay=1e-4, decay="thirds")
             train([self.learner(t)], x, y, schedule, fabric=self.fabric, folder=self.weights, progress=self.progress)
-        if rows is not None and not rows.has(kind="trained", name=t.name):
+        if rows is not None:
             updates = t.epochs * (len(data) // t.batch)
             seconds = _since(began)  # of this session, if it went on from a checkpoint
             rows.add(kind="trained", name=t.name, training=t.fields, updates=updates, noisy_accuracy=self.accuracy(t), seconds=seconds)
