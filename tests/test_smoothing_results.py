@@ -218,8 +218,9 @@ def test_compiled_training_is_the_same():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("only", ["s0.5-base", "s0.5-meta", "s0.5-macer-meta", "s0.5-smoothadv-meta", "s0.5-scratch"])
 def test_a_recorded_graph_trains_as_the_cpu_does(tmp_path, only):
+    few = {"epochs": 1, "batch": 250, "extra_batch": 250, "copies_batch": 250}  # two updates: more would drive roundings apart
     for device in ("cuda", "cpu"):
-        smoothing.run(replace(tiny(tmp_path / device), accelerator=device, only=(only,)))
+        smoothing.run(tiny(tmp_path / device, accelerator=device, only=(only,), **few))
     for name, value in trained(tmp_path / "cuda" / "weights", only)[0].items():
         torch.testing.assert_close(value, trained(tmp_path / "cpu" / "weights", only)[0][name], atol=2e-2, rtol=2e-2)
 
@@ -498,7 +499,7 @@ def test_the_same_command_on_an_image_folder(folder, tmp_path, capsys):
     flags += ["--extra-batch", "10", "--epochs", "1", "--extra-epochs", "1", "--extras", "--sigmas", "0.5", "--n", "40", "--images", "2"]
     flags += ["--out", tmp_path, "--only", "s0.5-plain*", "s0.5-meta-n*"]
     assert main(["run", "smoothing", "--quick", *map(str, flags)]) == 0
-    assert "Table 2, ImageNet" in capsys.readouterr().out
+    assert "Table 2, ImageNet (ours: 2 classes, not the paper's task), N = 40" in capsys.readouterr().out
     assert {name: len(c.rows) for name, c in Results(tmp_path).test(0.5, 40).items()} == {"plain": 2, "meta": 2}
 
 

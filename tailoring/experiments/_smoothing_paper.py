@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 RADII = {"cifar": [0.25 * i for i in range(10)], "imagenet": [0.5 * i for i in range(7)]}
+CLASSES = {"cifar": 10, "imagenet": 1000}
 TITLES = {
     "cifar": {"own": "Table 3, CIFAR-10", "others": "Table 4, CIFAR-10 with other methods"},
     "imagenet": {"own": "Table 2, ImageNet", "others": "Table 5, ImageNet with other methods"},

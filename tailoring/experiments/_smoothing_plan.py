@@ -21,7 +21,7 @@ class Config:
     """Settings of the certified-robustness experiment; beside each, where it comes from."""
 
     HOW: ClassVar = frozenset(
-        {"out", "data_dir", "root", "classes", "only", "accelerator", "devices", "strategy", "engine", "address", "workers"}
+        {"out", "data_dir", "classes", "only", "compile", "accelerator", "devices", "strategy", "engine", "address", "workers"}
     )
 
     out: Path = Path("runs/smoothing")

@@ -14,7 +14,7 @@ from tailoring.smoothing import average_radius, bootstrap_difference, certified_
 
 from ._report import Picture, Table, about, new_figure, write
 from ._rows import Row, read_folder
-from ._smoothing_paper import PAPER, RADII, TITLES
+from ._smoothing_paper import CLASSES, PAPER, RADII, TITLES
 
 CONVENTION = "paper's convention"
 LABELS = {
@@ -95,6 +95,7 @@ class Results:
     def __init__(self, folder: Path):
         self.rows = read_folder(folder)
         self.config = self.rows[0]["config"]
+        self.classes: int = next((row["classes"] for row in self.rows if row["kind"] == "data"), 0)
         self.trainings = {row["name"]: row for row in self.rows if row["kind"] == "trained"}
         self.found: dict[str, Certified] = {}
         for row in self.rows:
@@ -184,8 +185,9 @@ def _differences(results: Results, sigma: float, n: int) -> Table:
 def _paper(results: Results, kind: str, n: int) -> Table:
     """A table of the paper: its rows, and ours beside them."""
     radii = RADII[_kind(results)]
+    other = f" (ours: {results.classes} classes, not the paper's task)" if results.classes != CLASSES[_kind(results)] else ""
     table = Table(
-        f"{TITLES[_kind(results)][kind]}, N = {n}",
+        f"{TITLES[_kind(results)][kind]}{other}, N = {n}",
         ("sigma, classifier", *(f"{r:g}" for r in radii), "ACR"),
         note=f"Share of images that are certified at a radius. paper: its numbers (radius sigma Phi^-1(p)); ours ({CONVENTION}): the same.",
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Config:
     """What is certified, and how. The defaults are Cohen et al.'s and the tailoring paper's."""
+
+    HOW: ClassVar = frozenset({"out", "data_dir", "accelerator", "compile", "engine", "address", "workers"})
 
     weights: Path
     """checkpoint of the network, .safetensors or a PyTorch file of plain tensors; Cohen's, torchvision's and akamaster's names are known"""
@@ -105,7 +107,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None, ima
     """Append a row for every image that has none yet; `images` in place of the config's."""
     images = _images(config) if images is None else images
     device = _device(config)
-    rows = Rows(config.out, "certify", replace(config, engine="local", address=None, workers=None), str(device))
+    rows = Rows(config.out, "certify", config, str(device))
     done = {row["index"] for row in rows if row["kind"] == "image"}
     todo = list(range(0, len(images), config.every))[: config.images]
     left = [index for index in todo if index not in done]

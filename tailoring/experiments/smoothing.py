@@ -35,6 +35,8 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     fabric.launch()
     bench = Bench(config, _images(config, fabric, progress), fabric, progress)
     rows = Rows(config.out, "smoothing", config, str(fabric.device)) if fabric.is_global_zero else None
+    if rows is not None and not rows.has(kind="data"):
+        rows.add(kind="data", classes=len(bench.images.classes), test=len(bench.images.test))
     for number, item in enumerate(todo):
         progress("groups", number, len(todo))
         for t in _needed(config, item):
