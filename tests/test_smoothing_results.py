@@ -597,7 +597,9 @@ def test_it_runs_where_the_commands_packages_are_not():
         (["--data", "imagenet", "--root", "/nonexistent"], "no images in"),
         (["--data", "cifar10", "--data-dir", "/nonexistent"], "kriz/cifar"),
         (["--pretrained", "/nonexistent.pth"], "no weights at"),
-        (["--extras", "search", "--validation-n", "0"], "at least one sample"),
+        (["--validation-n", "0"], "--validation-n must be at least 1"),
+        (["--alpha", "1.5"], "between 0 and 1"),
+        (["--inner.steps", "0"], "--inner.steps must be at least 1"),
     ],
 )
 def test_bad_input_is_told_what_to_do(tmp_path, capsys, flags, words):

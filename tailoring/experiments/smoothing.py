@@ -19,10 +19,10 @@ from . import certify
 from ._classifiers import Inner, build, count_classes, read_weights, restricted, tailored
 from ._images import Images, Splits, cifar10_splits, data_folder, folder_splits, made_splits
 from ._rows import Rows
+from ._smoothing_config import Config as Config
+from ._smoothing_config import quick as quick
 from ._smoothing_losses import RobustLoss
 from ._smoothing_plan import Certification, Training, base, plan
-from ._smoothing_plan import Config as Config
-from ._smoothing_plan import quick as quick
 from ._smoothing_report import report as report
 from ._train import Learner, Progress, Schedule, train, trained
 
@@ -31,6 +31,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     """Train and certify what has not been yet: rows of the trainings in `config.out`, one file per certification in `certified/`."""
     todo = _chosen(config)
     torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True  # the same shapes come again and again
     fabric: Any = Fabric(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision)
     fabric.launch()
     bench = Bench(config, _images(config, fabric, progress), fabric, progress)
