@@ -105,7 +105,7 @@ class Config:
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """of trainings and certifications; networks are channels-last in any case"""
     compile: bool = False
-    """torch.compile trainings and the certification of test images (a minute or more each, the first time)"""
+    """torch.compile trainings and the certification of test images, on CUDA (a minute or more each, the first time)"""
     certify_batch: int = 1000
     """samples at once"""
     engine: Literal["local", "ray"] = "local"

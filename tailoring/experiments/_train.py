@@ -39,6 +39,7 @@ class Learner:
     seed: int
     each: bool = False  # step after each of the objective's losses (the appendix's outer loop) instead of after their sum
     validate: Callable[[nn.Module], float] | None = None
+    on_device: Callable[[], object] | None = None  # called when the objective has come to where it will stay
     on_epoch: Callable[[int], None] | None = None  # told before each epoch: what is drawn in it may depend on the epoch, not on a past
 
 
@@ -147,6 +148,8 @@ def _set_up(fabric: Fabric, learner: Learner, rate: Tensor, schedule: Schedule) 
     else:
         optimizer = torch.optim.SGD(parameters, **options, momentum=0.9)
     module, wrapped = fabric.setup(learner.objective, optimizer)
+    if learner.on_device is not None:
+        learner.on_device()
     for p in parameters:  # as the first step would make it: a graph must find these where they will stay
         if schedule.optimizer == "adam":
             step = torch.zeros((), device=p.device)

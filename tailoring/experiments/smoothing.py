@@ -13,6 +13,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import nn
 
+from tailoring import Tailored
 from tailoring.nn import load_weights
 
 from . import certify
@@ -100,16 +101,19 @@ class Bench:
     def learner(self, t: Training) -> Learner:
         torch.manual_seed(self.config.seed)
         net = self.network(t).eval()  # the loss decides itself when BatchNorm's statistics train
-        model: nn.Module = net
-        if t.inner.steps:
-            model = tailored(net, t.inner).prepare(torch.rand(2, 3, self.config.size, self.config.size, device=self.fabric.device))
+        model = tailored(net, t.inner) if t.inner.steps else net
         settings = {"macer": self.config.macer, "smoothadv": self.config.smoothadv}
         loss = RobustLoss(model, t.method, t.noise, seed=self.config.seed, frozen=t.frozen, augment=self.config.augment, **settings).to(
             self.fabric.device
         )
         if self.config.compile and not t.small:
             loss.compile(dynamic=False)
-        return Learner(t.name, net, loss, self.config.seed, on_epoch=loss.start_epoch)
+
+        def prepare() -> None:  # what is compiled must know its sites, and moving a model makes it forget them
+            if isinstance(model, Tailored):
+                model.prepare(torch.rand(2, 3, self.config.size, self.config.size, device=self.fabric.device))
+
+        return Learner(t.name, net, loss, self.config.seed, on_device=prepare, on_epoch=loss.start_epoch)
 
     def network(self, t: Training) -> nn.Module:
         """As the training starts with it."""
