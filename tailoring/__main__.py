@@ -13,6 +13,7 @@ from typing import Any
 EXPERIMENTS = {
     "planets": "five planets that conserve energy and momentum (Table 1, Figure 2)",
     "pendulum": "a real pendulum that nearly conserves its energy (Figure 3)",
+    "smoothing": "image classifiers that are certified against attacks (Tables 2 to 5)",
     "toy": "two Gaussians, a linear separator and its adversary (the toy example of the appendix)",
     "contrastive": "CIFAR-10 by a linear layer on SimCLR representations, tailored by the agreement of views (Figure 4, TTT)",
 }

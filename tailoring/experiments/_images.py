@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from ._cache import make_folder
 
 MD5 = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
@@ -20,6 +25,31 @@ MD5 = {
     "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
 }
 SUFFIXES = {".jpeg", ".jpg", ".png"}
+
+
+class Images(Protocol):
+    """What is certified: an image (3, H, W) in [0, 1] and its label, by index."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> tuple[Tensor, int]: ...
+
+
+@dataclass(frozen=True)
+class TensorImages:
+    images: Tensor  # (n, 3, H, W), uint8
+    labels: Tensor  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index].float() / 255, int(self.labels[index])
+
+
+def image_folder(root: Path | None, size: int) -> ImageFolder:
+    if root is None:
+        raise ValueError("--data imagenet needs --root, a folder with one folder of images per class")
+    return ImageFolder.open(root, size)
 
 
 def data_folder(given: Path | None) -> Path:
@@ -80,3 +110,90 @@ class ImageFolder:
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         pixels = torch.from_numpy(np.asarray(image.crop((left, top, left + self.size, top + self.size))).copy())
         return pixels.permute(2, 0, 1).float() / 255, self.labels[index]
+
+
+class Splits:
+    """Images to train on, to choose settings with, and to certify in the end. The first two are loaded when they are asked for."""
+
+    def __init__(self, training: Callable[[], TensorImages], held_out: int, test: Images, classes: tuple[str, ...]):
+        self._training, self.held_out, self.test, self.classes = training, held_out, test, classes
+
+    @functools.cached_property
+    def _parts(self) -> tuple[TensorImages, TensorImages]:
+        """The last `held_out` are for validation."""
+        whole = self._training()
+        kept = len(whole) - _checked(self.held_out, len(whole))
+        return TensorImages(whole.images[:kept], whole.labels[:kept]), TensorImages(whole.images[kept:], whole.labels[kept:])
+
+    @property
+    def train(self) -> TensorImages:
+        return self._parts[0]
+
+    @property
+    def validation(self) -> TensorImages:
+        return self._parts[1]
+
+
+def cifar10_splits(folder: Path, held_out: int, size: int = 32) -> Splits:
+    """Sizes other than 32 are for trials."""
+
+    def part(which: Literal["train", "test"]) -> TensorImages:
+        images, labels = cifar10(folder, which)
+        if size != images.shape[-1]:
+            smaller = [F.interpolate(some.float(), size, mode="area").round().to(torch.uint8) for some in images.split(1000)]
+            images = torch.cat(smaller)
+        return TensorImages(images, labels)
+
+    return Splits(lambda: part("train"), held_out, part("test"), tuple(map(str, range(10))))
+
+
+def folder_splits(root: Path | None, held_out: int, size: int, cache: Path, progress: Callable[[str, int, int], None]) -> Splits:
+    """Of `root/train`, images spread over all classes are held out; those of `root/val` are certified."""
+    if root is None:
+        raise ValueError("--data imagenet needs --root, a folder that holds train/ and val/, each with one folder of images per class")
+    train, test = ImageFolder.open(root / "train", size), ImageFolder.open(root / "val", size)
+    if train.classes != test.classes:
+        raise ValueError(f"{root / 'train'} and {root / 'val'} must hold the same folders, one per class")
+    every = len(train) // _checked(held_out, len(train))
+    order = sorted(range(len(train)), key=lambda i: i % every == 0 and i // every < held_out)  # held out come last: no copy is needed
+    train = replace(train, files=tuple(train.files[i] for i in order), labels=tuple(train.labels[i] for i in order))
+    return Splits(lambda: TensorImages(_decoded(train, cache, progress), torch.tensor(train.labels)), held_out, test, train.classes)
+
+
+def made_splits(held_out: int, size: int, *, classes: int = 4, train: int = 600, test: int = 200, seed: int = 0) -> Splits:
+    """Blotches: each class has a smooth pattern of its own, each image a shade, a contrast and other blotches over it. No download."""
+    random = torch.Generator().manual_seed(seed)
+    patterns = torch.randn(classes, 3, 4, 4, generator=random)
+
+    def part(count: int) -> TensorImages:
+        labels = torch.arange(count) % classes
+        own = patterns[labels] * (0.7 + 0.6 * torch.rand(count, 1, 1, 1, generator=random))
+        mixed = own + 0.5 * torch.randn(own.shape, generator=random) + 0.3 * torch.randn(count, 3, 1, 1, generator=random)
+        smooth = F.interpolate(mixed, size, mode="bilinear", align_corners=False)
+        return TensorImages((0.5 + 0.18 * smooth).clamp(0, 1).mul(255).round().to(torch.uint8), labels)
+
+    training = part(train)
+    return Splits(lambda: training, held_out, part(test), tuple(map(str, range(classes))))
+
+
+def _checked(held_out: int, images: int) -> int:
+    if not 0 < held_out < images:
+        raise ValueError(f"of {images} training images, {held_out} cannot be held out for validation: set --held-out")
+    return held_out
+
+
+def _decoded(folder: ImageFolder, cache: Path, progress: Callable[[str, int, int], None]) -> Tensor:
+    """All images of a folder, (n, 3, size, size), uint8, in a file that memory pages in as needed: ImageNet itself takes 190 GB of disk."""
+    listed = "\n".join([str(folder.size), *map(str, folder.files)])
+    path = cache / f"images-{hashlib.sha256(listed.encode()).hexdigest()[:12]}.u8"
+    shape = (len(folder), 3, folder.size, folder.size)
+    count = len(folder) * 3 * folder.size**2
+    if not path.exists():
+        make_folder(cache)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        images = torch.from_file(str(part), shared=True, size=count, dtype=torch.uint8).view(shape)
+        for i in range(len(folder)):
+            images[i] = (folder[i][0] * 255).round().to(torch.uint8)
+            progress("decoding images", i + 1, len(folder))
+        part.replace(path)
+    return torch.from_file(str(path), shared=False, size=count, dtype=torch.uint8).view(shape)

@@ -25,13 +25,16 @@ HOW = {"out", "data", "only", "at_once", "chunk", "cn_chunk", "accelerator", "de
 class Rows:
     """The file `rows.jsonl` of a run. Opening it again goes on where the run stopped, if the config is the same.
 
-    The first row holds the experiment's name and config; every session of the run adds one with its commit, versions and device.
+    The first row holds the experiment's name and config; every session of the run adds one with its commit, versions and device. A config
+    may name in `HOW` those of its fields that do not matter for the results.
     """
 
     def __init__(self, folder: Path, experiment: str, config: Any, device: str = "cpu"):
         make_folder(folder)
         self.path = folder / "rows.jsonl"
         head = {"kind": "config", "experiment": experiment, "config": json.loads(json.dumps(asdict(config), default=str))}
+        if hasattr(config, "HOW"):
+            head["how"] = sorted(config.HOW)
         found = list(read(self.path)) if self.path.exists() else []
         if found:
             _refuse_another(self.path, found[0], head)
@@ -96,7 +99,8 @@ def _drop_broken_end(path: Path) -> None:
 def _refuse_another(path: Path, found: Row, head: Row) -> None:
     if found.get("kind") != "config" or found.get("experiment") != head["experiment"]:
         raise ValueError(f"{path} is not a result file of {head['experiment']}: choose another folder with --out (nothing was changed)")
-    differences = [f"{name}: {was!r} there, {now!r} now" for name, was, now in _different(found["config"], head["config"])]
+    how = set(head.get("how", HOW))
+    differences = [f"{name}: {was!r} there, {now!r} now" for name, was, now in _different(found["config"], head["config"], how)]
     if differences:
         raise ValueError(
             f"{path} holds results of another config ({'; '.join(differences)}): choose another folder with --out, "
@@ -104,11 +108,11 @@ def _refuse_another(path: Path, found: Row, head: Row) -> None:
         )
 
 
-def _different(was: Row, now: Row, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted((was.keys() | now.keys()) - (set() if prefix else HOW)):
+def _different(was: Row, now: Row, how: set[str], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted((was.keys() | now.keys()) - (set() if prefix else how)):
         a, b = was.get(name), now.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from _different(a, b, f"{prefix}{name}.")
+            yield from _different(a, b, how, f"{prefix}{name}.")
         elif a != b:
             yield prefix + name, a, b
 

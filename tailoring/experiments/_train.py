@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from lightning_fabric import Fabric
@@ -40,16 +40,25 @@ class Learner:
     seed: int
     each: bool = False  # step after each of the objective's losses (the appendix's outer loop) instead of after their sum
     validate: Callable[[nn.Module], float] | None = None
+    on_device: Callable[[], object] | None = None  # called when the objective has come to where it will stay
+    on_epoch: Callable[[int], None] | None = None  # told before each epoch: what is drawn in it may depend on the epoch, not on a past
 
 
 @dataclass(frozen=True)
 class Schedule:
     epochs: int
     batch: int
-    lr: float  # Adam, cosine to 0
+    lr: float
     validations: int = 20  # how often the networks are validated, evenly over the epochs
     checkpoint_seconds: float = 30.0
     travel: bool = False  # checkpoints also in small files, to go on with on another machine: nearly, not exactly, where it stopped
+    optimizer: Literal["adam", "sgd"] = "adam"  # sgd: with momentum 0.9
+    weight_decay: float = 0.0
+    decay: Literal["cosine", "thirds"] = "cosine"  # to 0; or by 10 after each third of the epochs
+
+    def rate(self, done: float) -> float:
+        """The step size after this part of the training, 0 to 1."""
+        return self.lr * ((1 + math.cos(math.pi * done)) / 2 if self.decay == "cosine" else 0.1 ** int(3 * done))
 
 
 @dataclass
@@ -59,6 +68,7 @@ class _Run:
     learner: Learner
     module: Any
     optimizer: Any
+    kind: str  # of the optimizer
     best: dict[str, Tensor] = field(default_factory=dict)
     curve: list[tuple[int, float]] = field(default_factory=list)
 
@@ -73,15 +83,16 @@ class _Run:
         """Everything that the next step depends on, by name; the tensors themselves."""
         found = {f"net.{name}": t for name, t in self.learner.net.state_dict().items()}
         for i, p in enumerate(self.learner.net.parameters()):
-            found |= {f"adam.{i}.{name}": t for name, t in self.optimizer.optimizer.state[p].items()}
+            found |= {f"{self.kind}.{i}.{name}": t for name, t in self.optimizer.optimizer.state[p].items()}
         return found | {f"best.{name}": t for name, t in self.best.items()}
 
 
 def train(learners: list[Learner], x: Tensor, y: Tensor, schedule: Schedule, *, fabric: Fabric, folder: Path, progress: Progress) -> None:
-    """Train the learners in lockstep on (x, y) and leave `folder/NAME.safetensors` (final) and `NAME.best.safetensors` (on validation).
+    """Train the learners in lockstep on (x, y) and leave `folder/NAME.safetensors` (final) and `NAME.best.safetensors` (if validated).
 
-    On CUDA one graph holds a step of all of them, each in a stream of its own: small networks leave most of a card idle. Killed at any
-    moment, the next call goes on from the last checkpoint, to the same result.
+    On CUDA one graph holds a step of all of them, each in a stream of its own: small networks leave most of a card idle. Data that lies
+    elsewhere (a file of images too large for the card) is brought batch by batch, without a graph. Killed at any moment, the next call
+    goes on from the last checkpoint, to the same result.
     """
     if any(learner.each for learner in learners) and fabric.world_size > 1:
         raise ValueError(
@@ -91,17 +102,21 @@ def train(learners: list[Learner], x: Tensor, y: Tensor, schedule: Schedule, *, 
         raise ValueError(f"a batch of {schedule.batch} is larger than the training set of {len(x)} pairs: set --batch")
     make_folder(folder)
     rate = torch.tensor(schedule.lr, device=fabric.device)
-    runs = [_set_up(fabric, learner, rate) for learner in learners]
-    x, y = (t.to(next(learners[0].net.parameters()).dtype) for t in (x, y))  # --precision 64-true
+    runs = [_set_up(fabric, learner, rate, schedule) for learner in learners]
+    precision = next(learners[0].net.parameters()).dtype  # --precision 64-true
+    x, y = (t.to(precision) if t.is_floating_point() else t for t in (x, y))
     checkpoint = _Checkpoint(folder, runs, schedule)
     start = checkpoint.load()
     step, index = _stepper(fabric, runs, x, y, schedule.batch // fabric.world_size)
     every = max(1, schedule.epochs // schedule.validations)
     steps = len(x) // schedule.batch
     for epoch in range(start, schedule.epochs):
-        orders = _orders(runs, len(x), epoch, schedule.batch, fabric).to(fabric.device)  # (steps, runs, batch)
+        orders = _orders(runs, len(x), epoch, schedule.batch, fabric).to(index.device)  # (steps, runs, batch)
+        for learner in learners:
+            if learner.on_epoch is not None:
+                learner.on_epoch(epoch)
         for i in range(steps):
-            rate.fill_(schedule.lr * (1 + math.cos(math.pi * (epoch + i / steps) / schedule.epochs)) / 2)
+            rate.fill_(schedule.rate((epoch + i / steps) / schedule.epochs))
             index.copy_(orders[i])
             step()
         if (epoch + 1) % every == 0 or epoch + 1 == schedule.epochs:
@@ -127,24 +142,34 @@ def trained(folder: Path, name: str, *, best: bool = False) -> tuple[dict[str, T
         return {key: file.get_tensor(key) for key in file.keys()}, json.loads(about["curve"])  # noqa: SIM118, it is no dict
 
 
-def _set_up(fabric: Fabric, learner: Learner, rate: Tensor) -> _Run:
+def _set_up(fabric: Fabric, learner: Learner, rate: Tensor, schedule: Schedule) -> _Run:
     learner.objective.to(fabric.device)
-    optimizer = torch.optim.Adam(learner.net.parameters(), lr=rate, fused=True, capturable=fabric.device.type == "cuda")
+    parameters, options = list(learner.net.parameters()), {"lr": rate, "weight_decay": schedule.weight_decay, "fused": True}
+    if schedule.optimizer == "adam":
+        optimizer: Any = torch.optim.Adam(parameters, **options, capturable=fabric.device.type == "cuda")
+    else:
+        optimizer = torch.optim.SGD(parameters, **options, momentum=0.9)
     module, wrapped = fabric.setup(learner.objective, optimizer)
-    for p in learner.net.parameters():  # as Adam's first step would make it: a graph must find these where they will stay
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return _Run(learner, module, wrapped)
+    if learner.on_device is not None:
+        learner.on_device()
+    for p in parameters:  # as the first step would make it: a graph must find these where they will stay
+        if schedule.optimizer == "adam":
+            step = torch.zeros((), device=p.device)
+            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        else:
+            optimizer.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+    return _Run(learner, module, wrapped, schedule.optimizer)
 
 
 def _stepper(fabric: Fabric, runs: list[_Run], x: Tensor, y: Tensor, batch: int) -> tuple[Callable[[], None], Tensor]:
     """A function that makes one step of every run, on the rows that `index` (runs, batch) holds."""
-    index = torch.zeros(len(runs), batch, dtype=torch.int64, device=fabric.device)
+    index = torch.zeros(len(runs), batch, dtype=torch.int64, device=x.device)
 
     def one(run: _Run, rows: Tensor) -> None:
         with fabric.autocast():
-            run.step(fabric, x[rows], y[rows])
+            run.step(fabric, x[rows].to(fabric.device), y[rows].to(fabric.device))
 
-    if fabric.device.type != "cuda":
+    if x.device.type != "cuda":
 
         def in_turn() -> None:
             for run, rows in zip(runs, index, strict=True):
@@ -256,7 +281,9 @@ class _Checkpoint:
         return f"{self.path.stem}.travel"
 
     def _of(self) -> str:
-        return json.dumps([self.schedule.epochs, self.schedule.batch, self.schedule.lr, [run.learner.name for run in self.runs]])
+        s = self.schedule
+        more = [] if s.optimizer == "adam" else [s.optimizer, s.weight_decay, s.decay]  # Adam's checkpoints keep their mark
+        return json.dumps([s.epochs, s.batch, s.lr, [run.learner.name for run in self.runs], *more])
 
 
 def _travelling(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -269,8 +296,9 @@ def _travelling(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _leave_weights(folder: Path, run: _Run) -> None:
     about = {"curve": json.dumps(run.curve)}
     final = {name: t.detach().cpu().contiguous() for name, t in run.learner.net.state_dict().items()}
-    best = {name: t.cpu().contiguous() for name, t in run.best.items()} or final
-    write_whole(folder / f"{run.learner.name}.best.safetensors", save(best, about))
+    if run.best:
+        best = {name: t.cpu().contiguous() for name, t in run.best.items()}
+        write_whole(folder / f"{run.learner.name}.best.safetensors", save(best, about))
     write_whole(folder / f"{run.learner.name}.safetensors", save(final, about))  # last: this one says that it is done
 
 

@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tailoring import CN, Tailored, losses
-from tailoring.losses import input_of
-from tailoring.nn import BasicBlock, Bottleneck, cifar_resnet, load_weights, resnet50
-from tailoring.nn._resnet import CIFAR, IMAGENET
+from tailoring.nn import load_weights
 from tailoring.smoothing import Smoothed, average_radius, certified_accuracy
 
-from ._images import ImageFolder, cifar10, data_folder
+from ._classifiers import LARGE, Inner, Network, build, count_classes, read_weights, tailored
+from ._images import Images, TensorImages, cifar10, data_folder, image_folder
 from ._report import Table
 from ._rows import Row, Rows, read_folder
 
 Progress = Callable[[str, int, int], None]
-Network = Literal["resnet20", "resnet56", "resnet110", "resnet50"]
 
 
 @dataclass(frozen=True)
 class Config:
     """What is certified, and how. The defaults are Cohen et al.'s and the tailoring paper's."""
 
+    HOW: ClassVar = frozenset({"out", "data_dir", "accelerator", "compile", "engine", "address", "workers"})
+
     weights: Path
     """checkpoint of the network, .safetensors or a PyTorch file of plain tensors; Cohen's, torchvision's and akamaster's names are known"""
     network: Network = "resnet110"
-    """of the CIFAR networks, or ResNet-50 for ImageNet"""
+    """of the CIFAR networks, or one for ImageNet"""
     shortcut: Literal["conv", "pad"] = "conv"
     """Cohen's CIFAR networks have convolutions in their shortcuts, the public ResNet-20/56 zero padding"""
     statistics: Literal["cifar", "imagenet"] | None = None
     """with which images are standardised; by default those of the data set"""
     out: Path = Path("runs/certify")
     """folder of the rows"""
-    data: Literal["cifar10", "imagenet"] = "cifar10"
+    data: Literal["cifar10", "imagenet", "given"] = "cifar10"
+    """given: images that a program hands to `run`"""
     data_dir: Path | None = None
     """folder of cifar-10-batches-bin; TAILORING_DATA by default"""
     root: Path | None = None
     """of the data set imagenet: a folder with one folder of images per class"""
     size: int | None = None
-    """pixels of an image's side; by default 32 for the CIFAR networks, 224 for ResNet-50"""
+    """pixels of an image's side; by default 32 for the CIFAR networks, 224 for the others"""
     sigma: float = 0.5
     """noise that the network was trained with"""
     tailor: bool = True
@@ -56,6 +56,16 @@ class Config:
     """App.: chosen among 1e-3 to 1"""
     steps: int = 1
     """App."""
+    views: int = 1
+    """noisy views in the tailoring loss"""
+    features: Literal["penultimate", "middle", "logits"] = "penultimate"
+    """that must not change under noise, Sec. 5.4"""
+    where: Literal["all", "lower", "upper"] = "all"
+    """blocks that are tailored"""
+    adapt: Literal["cn", "weights"] = "cn"
+    """a scale and shift after each block, or the weights of the last one"""
+    normalised: bool = False
+    """steps of length lr, whatever the gradient's"""
     n0: int = 100
     """samples for the guess"""
     n: int = 100_000
@@ -66,6 +76,8 @@ class Config:
     """certify every 20th image, as Cohen et al. do on CIFAR-10"""
     images: int = 500
     """how many at most"""
+    skip_wrong: bool = False
+    """spend no samples on an image whose guess is wrong: it counts 0 in every table, whatever they would say"""
     seed: int = 0
     """of the noise; an image's own seed is this and its index, so results do not depend on who computed them"""
     batch: int = 1000
@@ -84,18 +96,22 @@ class Config:
 
     @property
     def pixels(self) -> int:
-        return self.size or (224 if self.network == "resnet50" else 32)
+        return self.size or (224 if self.network in LARGE else 32)
+
+    @property
+    def inner(self) -> Inner:
+        return Inner(self.nu, self.lr, self.steps, self.views, self.features, self.where, self.adapt, self.normalised)
 
 
-def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
-    """Append a row for every image that has none yet."""
-    images = _images(config)
+def run(config: Config, progress: Progress = lambda what, done, total: None, images: Images | None = None) -> Path:
+    """Append a row for every image that has none yet; `images` in place of the config's."""
+    images = _images(config) if images is None else images
     device = _device(config)
-    rows = Rows(config.out, "certify", replace(config, engine="local", address=None, workers=None), str(device))
+    rows = Rows(config.out, "certify", config, str(device))
     done = {row["index"] for row in rows if row["kind"] == "image"}
     todo = list(range(0, len(images), config.every))[: config.images]
     left = [index for index in todo if index not in done]
-    state = _read_weights(config.weights)
+    state = read_weights(config.weights)
     _classifier(config, state)  # fails here, not on a worker, if the weights do not fit
     engine = _over_ray if config.engine == "ray" else _here
     for row in engine(config, state, images, left):
@@ -111,7 +127,12 @@ def certify_image(config: Config, classifier: nn.Module, image: Tensor, label: i
     start = time.monotonic()
     smoothed = Smoothed(_run_as(config, classifier), config.sigma, nu=config.nu if config.tailor else 0.0, batch=config.batch)
     with torch.no_grad():
-        found = smoothed.certify(image[None].to(device), config.n0, config.n, config.alpha, seeds=[config.seed + index])
+        query, seed = image.to(device), config.seed + index
+        guess = int(smoothed.votes(query, config.n0, seed, phase=0).argmax()) if config.skip_wrong else label
+        if guess != label:
+            zero = {"radius": 0.0, "paper_radius": 0.0, "votes": None}
+            return {"index": index, "label": label, "predict": guess, **zero, "seconds": time.monotonic() - start}
+        found = smoothed.certify(query[None], config.n0, config.n, config.alpha, seeds=[seed])
     numbers = {name: getattr(found, name).item() for name in ("radius", "paper_radius", "votes")}
     return {"index": index, "label": label, "predict": int(found.label), **numbers, "seconds": time.monotonic() - start}
 
@@ -126,34 +147,17 @@ def _run_as(config: Config, classifier: nn.Module) -> Callable[[Tensor], Tensor]
 
 
 def _classifier(config: Config, state: dict[str, Any]) -> nn.Module:
-    statistics = CIFAR if (config.statistics or config.data).startswith("cifar") else IMAGENET
-    classes = next(v.shape[0] for k, v in state.items() if k.endswith(("fc.bias", "linear.bias")))
-    if config.network == "resnet50":
-        net: nn.Module = resnet50(classes=classes)
-    else:
-        net = cifar_resnet(int(config.network[6:]), classes=classes, shortcut=config.shortcut, statistics=statistics)
+    statistics = "cifar" if (config.statistics or config.data).startswith("cifar") else "imagenet"
+    net = build(config.network, count_classes(state), statistics=statistics, shortcut=config.shortcut)
     load_weights(net, state)
     device = _device(config)
     net = net.eval().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if config.tailor:
-        block = Bottleneck if config.network == "resnet50" else BasicBlock
-        loss = losses.Smooth(config.nu, at=input_of("fc"))
-        net = Tailored(net, loss, adapt=CN(block), steps=config.steps, lr=config.lr).eval()
+        net = tailored(net, config.inner).eval()
         net.prepare(torch.rand(2, 3, config.pixels, config.pixels, device=device))
     if config.compile:
         net.compile(dynamic=False)
     return net
-
-
-def _read_weights(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"no weights at {path}")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    return dict(found.get("state_dict", found))
 
 
 def _device(config: Config) -> torch.device:
@@ -161,26 +165,15 @@ def _device(config: Config) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
-class _Cifar:
-    def __init__(self, folder: Path):
-        self.images, self.labels = cifar10(folder, "test")
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index].float() / 255, int(self.labels[index])
-
-
-def _images(config: Config) -> Any:
+def _images(config: Config) -> Images:
     if config.data == "cifar10":
-        return _Cifar(data_folder(config.data_dir))
-    if config.root is None:
-        raise ValueError("--data imagenet needs --root, a folder with one folder of images per class")
-    return ImageFolder.open(config.root, config.pixels)
+        return TensorImages(*cifar10(data_folder(config.data_dir), "test"))
+    if config.data == "given":
+        raise ValueError("--data given is for programs that hand their images to run(): choose cifar10 or imagenet")
+    return image_folder(config.root, config.pixels)
 
 
-def _here(config: Config, state: dict[str, Any], images: Any, indices: list[int]) -> Iterator[Row]:
+def _here(config: Config, state: dict[str, Any], images: Images, indices: list[int]) -> Iterator[Row]:
     classifier = _classifier(config, state) if indices else None
     for index in indices:
         assert classifier is not None
@@ -188,7 +181,7 @@ def _here(config: Config, state: dict[str, Any], images: Any, indices: list[int]
         yield certify_image(config, classifier, image, label, index)
 
 
-def _over_ray(config: Config, state: dict[str, Any], images: Any, indices: list[int]) -> Iterator[Row]:
+def _over_ray(config: Config, state: dict[str, Any], images: Images, indices: list[int]) -> Iterator[Row]:
     """Images go to whichever worker is free; one whose worker dies goes to another. Rows come as they are done."""
     try:
         import ray as installed

@@ -171,7 +171,8 @@ def load_weights(net: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Load a public checkpoint: a state dict, or a dict with one at "state_dict"; wrappers' prefixes in the names are left out.
 
     Known layouts: torchvision's; Cohen et al.'s ("1." for a net after its normalising layer, "1.module." if data-parallel);
-    akamaster's ("module.", and "linear." for "fc."). Every weight must find its place, and every place its weight.
+    akamaster's ("module.", and "linear." for "fc."); EfficientNet-Lite's ("_" before names). Every weight must find its place, and every
+    place its weight.
     """
     state = checkpoint.get("state_dict", checkpoint)
     named = {_plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
@@ -192,4 +193,4 @@ def _plain(name: str) -> str:
     parts = name.split(".")
     while parts and parts[0] in ("module", "1"):
         parts = parts[1:]
-    return ".".join(["fc" if part == "linear" else part for part in parts])
+    return ".".join(["fc" if part == "linear" else part.lstrip("_") for part in parts])

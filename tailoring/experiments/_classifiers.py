@@ -1,0 +1,100 @@
+"""The image classifiers that are certified: networks by name, and how each is tailored."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tailoring import CN, Tailored, Weights, losses
+from tailoring.losses import input_of
+from tailoring.nn import BasicBlock, Bottleneck, EfficientNetLite0, InvertedResidual, cifar_resnet, resnet50
+from tailoring.nn._resnet import CIFAR, IMAGENET
+
+Network = Literal["resnet8", "resnet20", "resnet56", "resnet110", "resnet50", "efficientnet-lite0"]
+LARGE = ("resnet50", "efficientnet-lite0")  # networks for images of 224 pixels
+SHORTEST = 1e-6  # a gradient below this length is not made longer
+
+
+@dataclass(frozen=True)
+class Inner:
+    """How a classifier tailors itself to a noisy image: the paper's choice, and the others that are searched."""
+
+    nu: float = 0.1
+    """noise of the tailoring loss, Sec. 5.4"""
+    lr: float = 0.1
+    """App.: chosen among 1e-3 to 1"""
+    steps: int = 1
+    """App."""
+    views: int = 1
+    """noisy views in the loss"""
+    features: Literal["penultimate", "middle", "logits"] = "penultimate"
+    """that must not change under noise; Sec. 5.4"""
+    where: Literal["all", "lower", "upper"] = "all"
+    """of the blocks, after which a scale and shift of each channel are tailored"""
+    adapt: Literal["cn", "weights"] = "cn"
+    """weights: those of the last of the chosen blocks, in place of scales and shifts"""
+    normalised: bool = False
+    """step by `lr` along each query's gradient, however short that is"""
+    backprop: Literal["none", "last", "all"] = "none"
+    """order of meta-tailoring; the paper's is first order"""
+
+
+def build(network: Network, classes: int, *, statistics: Literal["cifar", "imagenet"] = "cifar", shortcut: Any = "conv") -> nn.Module:
+    if network == "resnet50":
+        return resnet50(classes=classes)
+    if network == "efficientnet-lite0":
+        return EfficientNetLite0(classes)
+    chosen = CIFAR if statistics == "cifar" else IMAGENET
+    return cifar_resnet(int(network[6:]), classes=classes, shortcut=shortcut, statistics=chosen)
+
+
+def blocks(net: nn.Module) -> list[str]:
+    """Names of a network's residual blocks, from input to output."""
+    return [name for name, module in net.named_modules() if isinstance(module, BasicBlock | Bottleneck | InvertedResidual)]
+
+
+def tailored(net: nn.Module, inner: Inner) -> Tailored:
+    """The classifier that makes its features smooth around each image before it answers."""
+    names = blocks(net)
+    half = (len(names) + 1) // 2
+    at = {"penultimate": input_of("fc"), "middle": names[half - 1], "logits": None}[inner.features]
+    chosen = {"all": names, "lower": names[:half], "upper": names[half:]}[inner.where]
+    return Tailored(
+        net,
+        losses.Smooth(inner.nu, at=at, views=inner.views),
+        adapt=CN(*chosen) if inner.adapt == "cn" else Weights(chosen[-1]),
+        steps=inner.steps,
+        lr=inner.lr / SHORTEST if inner.normalised else inner.lr,
+        clip=SHORTEST if inner.normalised else None,
+        backprop=inner.backprop,
+    )
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"no weights at {path}")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    return dict(found.get("state_dict", found))
+
+
+def head(name: str) -> bool:
+    """Whether this is the name of a tensor of the last layer, in any of the public layouts."""
+    return re.search(r"(^|\.)_?(fc|linear)\.(weight|bias)$", name) is not None
+
+
+def count_classes(state: dict[str, Any]) -> int:
+    return next(len(value) for name, value in state.items() if head(name))
+
+
+def restricted(state: dict[str, Any], rows: list[int]) -> dict[str, Tensor]:
+    """A checkpoint whose last layer knows only some of its classes, in this order."""
+    return {name: value[rows] if head(name) else value for name, value in state.items()}
