@@ -7,6 +7,7 @@ and in any order, on every device, with no generator to carry about: law 1 holds
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,41 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shift(bits, 31)
 
 
+def _exact(hashed: Callable[..., Tensor], shape: Callable[..., tuple[int, ...]]) -> Callable[..., Tensor]:
+    """`hashed(seeds, ...)` as it is, compiled code included, where it becomes an operator of its own.
+
+    Inductor would take positions times a constant for an index, and C++ may do as it likes where an integer overflows.
+    """
+    operator = torch.library.custom_op(f"tailoring::{hashed.__name__.strip('_')}", hashed, mutates_args=())
+    operator.register_fake(lambda seeds, *rest: seeds.new_empty(shape(seeds, *rest), dtype=torch.int64))
+    return lambda *args: operator(*args) if torch.compiler.is_compiling() else hashed(*args)
+
+
+def _hash_rows(seeds: Tensor, words: Tensor) -> Tensor:
+    place = torch.arange(words.shape[1], device=words.device)
+    return _mix(seeds + _mix(words.to(torch.int64) + (place + 1) * _GOLDEN).sum(1).to(seeds.device))
+
+
+def _fold(seeds: Tensor, number: int) -> Tensor:
+    return _mix(seeds + (2 * number + 1) * 0x5851F42D4C957F2D % 2**62)
+
+
+def _per_row(seeds: Tensor, copies: int) -> Tensor:
+    place = torch.arange(1, copies + 1, device=seeds.device)
+    return _mix(_mix(seeds)[:, None] ^ (place * _GOLDEN)).flatten()
+
+
+def _draw(seeds: Tensor, numbers: int) -> Tensor:
+    place = torch.arange(1, numbers + 1, device=seeds.device)
+    return _mix(_mix(seeds)[:, None] + place * _GOLDEN)  # (queries, numbers)
+
+
+_hash_rows_exact = _exact(_hash_rows, lambda seeds, words: seeds.shape)
+_fold_exact = _exact(_fold, lambda seeds, number: seeds.shape)
+_per_row_exact = _exact(_per_row, lambda seeds, copies: (seeds.shape[0] * copies,))
+_draw_exact = _exact(_draw, lambda seeds, numbers: (seeds.shape[0], numbers))
+
+
 def seeds_of(x: Any) -> Tensor:
     """One seed per query, (queries,), from the query's own numbers: queries that are equal bit for bit have equal seeds."""
     leaves = [t for t in tensors(x) if t.ndim]
@@ -41,20 +77,18 @@ def seeds_of(x: Any) -> Tensor:
             rows = torch.view_as_real(rows.resolve_conj())
         rows = rows.reshape(leaf.shape[0], math.prod(rows.shape[1:]))  # -1 is ambiguous where there are no rows
         words = rows if rows.dtype == torch.bool else rows.contiguous().view(_WORDS[rows.element_size()])
-        place = torch.arange(words.shape[1], device=words.device)
-        total = _mix(total + _mix(words.to(torch.int64) + (place + 1) * _GOLDEN).sum(1).to(total.device))
+        total = _hash_rows_exact(total, words)
     return total
 
 
 def fold(seeds: Tensor, number: int) -> Tensor:
     """New seeds, independent of the old ones and of those folded with another number."""
-    return _mix(seeds + (2 * number + 1) * 0x5851F42D4C957F2D % 2**62)
+    return _fold_exact(seeds, number)
 
 
 def per_row(seeds: Tensor, copies: int) -> Tensor:
     """Seeds for `copies` rows of each query, (queries * copies,), all different."""
-    place = torch.arange(1, copies + 1, device=seeds.device)
-    return _mix(_mix(seeds)[:, None] ^ (place * _GOLDEN)).flatten()
+    return _per_row_exact(seeds, copies)
 
 
 def _check(seeds: Tensor, dtype: torch.dtype) -> None:
@@ -64,16 +98,11 @@ def _check(seeds: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"noise has a floating-point dtype, not {dtype}")
 
 
-def _draw(seeds: Tensor, shape: tuple[int, ...]) -> Tensor:
-    place = torch.arange(1, math.prod(shape) + 1, device=seeds.device)
-    return _mix(_mix(seeds)[:, None] + place * _GOLDEN)  # (queries, numbers)
-
-
 def uniform(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers in (0, 1), (queries, *shape)."""
     _check(seeds, dtype)
     bits = 52 if dtype == torch.float64 else 23
-    numbers = _shift(_draw(seeds, shape), 64 - bits).to(torch.float64 if bits == 52 else torch.float32)
+    numbers = _shift(_draw_exact(seeds, math.prod(shape)), 64 - bits).to(torch.float64 if bits == 52 else torch.float32)
     numbers = ((numbers + 0.5) * 2.0**-bits).to(dtype).clamp(max=1 - torch.finfo(dtype).eps / 2)  # bfloat16 would round up to 1
     return numbers.reshape(seeds.shape[0], *shape)
 

@@ -10,7 +10,7 @@ import torch
 from nets import drift, mlp, queries
 from torch import nn
 
-from tailoring import CN, Inputs, Tailored, Weights
+from tailoring import CN, Inputs, Tailored, Weights, losses
 
 AOT = {"backend": "aot_eager"}
 
@@ -135,3 +135,11 @@ def test_cuda_graphs_do_not_overwrite_earlier_answers():
         answers = [model(queries(n).cuda()) for n in (8, 8, 5)]
         for n, answer in zip((8, 8, 5), answers, strict=True):
             torch.testing.assert_close(answer, model.replace(compile=False)(queries(n).cuda()))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_loss_that_draws_noise_compiles(fresh):
+    model = Tailored(mlp(), losses.Smooth(0.5, fresh=fresh), steps=2, lr=1.0, compile=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model(queries(3)), model.replace(compile=False)(queries(3)))
+        assert not torch.allclose(model(queries(3)), model.net(queries(3)), atol=1e-4)

@@ -212,3 +212,15 @@ def test_what_cannot_be_drawn_is_refused():
             draw(SEEDS.int())
         with pytest.raises(ValueError, match=r"of shape \(1000, 1\)"):
             draw(SEEDS[:, None])
+
+
+def test_compiled_noise_is_the_same():
+    torch.compiler.reset()
+
+    def noise(x):
+        seeds = random.seeds_of(x)
+        return random.normal(random.fold(random.per_row(seeds, 3), 2), (2, 5)), random.uniform(seeds, (7,)).sum(1), seeds
+
+    x = torch.randn(4, 8)
+    for ours, compiled in zip(noise(x), torch.compile(noise, fullgraph=True)(x), strict=True):
+        torch.testing.assert_close(compiled, ours)
