@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ EXPERIMENTS = {
     "contrastive": "CIFAR-10 by a linear layer on SimCLR representations, tailored by the agreement of views (Figure 4, TTT)",
 }
 
-COMMANDS = ("run", "report", "certify")
+COMMANDS = ("run", "report", "certify", "bench")
 
 USAGE = """usage: tailoring COMMAND EXPERIMENT [flags]
 
@@ -27,6 +28,7 @@ USAGE = """usage: tailoring COMMAND EXPERIMENT [flags]
   tailoring run EXPERIMENT --help     all settings
   tailoring report EXPERIMENT         tables on the screen, figures and an HTML page beside the rows [--out DIR | --quick]
   tailoring certify --weights FILE    certify a classifier by randomized smoothing, here or over a Ray cluster [--help]
+  tailoring bench [PROGRAM] [flags]   time the programs in benchmarks/ (all of them, or one), in ratios [PROGRAM --help]
 
 experiments:
 """
@@ -45,7 +47,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _main(args: list[str]) -> int:
-    if not args or args[0] in ("-h", "--help") or (args[0] != "certify" and args[1:] in ([], ["-h"], ["--help"])):
+    if not args or args[0] in ("-h", "--help") or (args[0] not in ("certify", "bench") and args[1:] in ([], ["-h"], ["--help"])):
         if args and args[0] not in ("-h", "--help"):
             _choose(args[0], COMMANDS, "command")
         print(USAGE + "".join(f"  {name:<12}{what}\n" for name, what in EXPERIMENTS.items()), end="")
@@ -53,6 +55,8 @@ def _main(args: list[str]) -> int:
     command = _choose(args[0], COMMANDS, "command")
     if command == "certify":
         return _certify(args[1:])
+    if command == "bench":
+        return _bench(args[1:])
     experiment = _load(_choose(args[1], EXPERIMENTS, "experiment"))
     return (_run if command == "run" else _report)(experiment, args[1], args[2:])
 
@@ -96,6 +100,24 @@ def _certify(args: list[str]) -> int:
     with _progress() as progress:
         out = experiment.run(config, progress)
     return _show(experiment, out)
+
+
+def _bench(args: list[str]) -> int:
+    """The programs are not part of the package: they lie beside it in the repository."""
+    folder = Path(__file__).parent.parent / "benchmarks"
+    programs = {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
+    if not programs:
+        raise ValueError(f"no benchmarks in {folder}: `tailoring bench` works in a checkout of the repository")
+    given = args[:1] if args and not args[0].startswith("-") else []
+    if not given and args:
+        raise ValueError(
+            f"which program do these flags belong to? tailoring bench PROGRAM {' '.join(args)} (there is: {', '.join(programs)})"
+        )
+    failed = 0
+    for name in [_choose(given[0], programs, "program")] if given else programs:
+        print(f"{name}: {programs[name].read_text().splitlines()[0].strip(chr(34))}", flush=True)
+        failed += subprocess.run([sys.executable, str(programs[name]), *args[1:]]).returncode != 0
+    return 1 if failed else 0
 
 
 def _report(experiment: Any, name: str, args: list[str]) -> int:

@@ -1,0 +1,134 @@
+"""What the programs in this folder share: time and peak memory of each case, a JSON row for each, and ratios to one of them.
+
+Times of different machines cannot be compared, so none is shown without its ratio to a case that ran beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Run = Callable[[], object]
+Cases = Mapping[str, Callable[[], Run]]  # by name: builds what is to be timed
+Options = argparse.Namespace
+
+
+def per(run: Run, units: int) -> Run:
+    """The same, timed by unit: a run makes so many of them."""
+
+    def made() -> object:
+        return run()
+
+    made.units = units  # type: ignore[attr-defined]
+    return made
+
+
+def bench(doc: str, cases: Callable[[Options], Cases], against: str, **grid: Sequence[Any]) -> None:
+    """The command line of a program: measures all cases for every combination of the `grid`, each flag of which takes several values.
+
+    `cases(options)` has one value of each. On a CPU every measurement has a process of its own, since peak memory is a process's.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    for name, values in grid.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(values[0]), nargs="+", default=list(values))
+    parser.add_argument("--only", nargs="+", help="measure these cases only")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement")
+    parser.add_argument("--matmul", default="highest", choices=["highest", "high"], help="high: TF32 on CUDA")
+    parser.add_argument("--out", type=Path, help="append the rows to this file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.set_float32_matmul_precision(options.matmul)
+    if options.one:
+        print(json.dumps(_measure(cases(_single(options, next(_settings(options, grid)))), options.one, options)))
+        return
+    for setting in _settings(options, grid):
+        known = cases(_single(options, setting))
+        names = [name for name in known if not options.only or name in (*options.only, against)]
+        reference: float | None = None
+        for name in sorted(names, key=lambda name: name != against):  # what the ratios refer to comes first
+            apart = options.device == "cpu"
+            found = _in_a_process_of_its_own(options, setting, name) if apart else _measure(known, name, options)
+            row = {"program": Path(sys.argv[0]).stem, "name": name, **setting, **found, **_machine(options)}
+            reference = found.get("seconds") if name == against else reference
+            _tell(row, setting, against, reference)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                with options.out.open("a") as file:
+                    print(json.dumps(row), file=file, flush=True)
+
+
+def _settings(options: Options, grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*(getattr(options, name) for name in grid)):
+        yield dict(zip(grid, values, strict=True))
+
+
+def _single(options: Options, setting: Mapping[str, Any]) -> Options:
+    return argparse.Namespace(**{**vars(options), **setting})
+
+
+def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
+    """Median time of a run, and peak memory: on CUDA above what was held before, on a CPU of the whole process."""
+    cuda = options.device == "cuda"
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    try:
+        run = cases[name]()
+        begin = time.perf_counter()
+        for _ in range(3 if cuda else 1):
+            run()
+        wait()
+        first = time.perf_counter() - begin
+        before = torch.cuda.memory_allocated() if cuda else 0
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        times, repeats = [], 1
+        begin = time.perf_counter()
+        while not times or (time.perf_counter() - begin < options.seconds and len(times) < 200):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            wait()
+            took = time.perf_counter() - start
+            times.append(took / repeats)
+            if took < 5e-3:  # too short to be timed by itself
+                times.clear()
+                repeats *= 2
+    except Exception as error:  # one case that fails, say for want of memory, must not cost the others
+        return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    times = [seconds / getattr(run, "units", 1) for seconds in times]
+    peak = torch.cuda.max_memory_allocated() - before if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": sorted(times)[len(times) // 2], "runs": len(times) * repeats, "first_runs": first, "peak_bytes": peak}
+
+
+def _in_a_process_of_its_own(options: Options, setting: Mapping[str, Any], name: str) -> dict[str, Any]:
+    command = [sys.executable, sys.argv[0], "--one", name]
+    for flag, value in {**setting, **{k: getattr(options, k) for k in ("device", "threads", "seconds", "matmul")}}.items():
+        command += [f"--{flag.replace('_', '-')}", str(value)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": (done.stderr.splitlines() or ["killed"])[-1]}
+
+
+def _machine(options: Options) -> dict[str, Any]:
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    return {"device": device, "threads": options.threads, "matmul": options.matmul, "torch": torch.__version__}
+
+
+def _tell(row: Mapping[str, Any], setting: Mapping[str, Any], against: str, reference: float | None) -> None:
+    what = " ".join(f"{name}={value}" for name, value in setting.items())
+    if "failed" in row:
+        print(f"{what}  {row['name']:<28} failed: {row['failed']}", flush=True)
+        return
+    ratio = f"{row['seconds'] / reference:9.3f} x {against}" if reference else ""
+    print(f"{what}  {row['name']:<28} {1e3 * row['seconds']:10.4g} ms {row['peak_bytes'] / 2**20:9.1f} MiB {ratio}", flush=True)

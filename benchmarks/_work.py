@@ -1,0 +1,44 @@
+"""The networks and losses that are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tailoring.nn import ResidualMLP, ResNet, cifar_resnet, resnet18
+
+
+def planets(device: str) -> nn.Module:
+    """The network of the planets experiment: 25 numbers, 3 x 512, residual."""
+    torch.manual_seed(0)
+    return ResidualMLP(25).to(device).eval()
+
+
+def layers(count: int, width: int, device: str) -> nn.Sequential:
+    """Equal layers, each a linear map and an activation."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count))).to(device).eval()
+
+
+def transformer(device: str, width: int = 128, depth: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False).to(device).eval()
+
+
+def resnet(name: str, device: str) -> ResNet:
+    torch.manual_seed(0)
+    net = resnet18(classes=10, stem="cifar") if name == "resnet18" else cifar_resnet(int(name[6:]))
+    return net.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+
+
+def drift(model: Callable[[Any], Tensor], x: Tensor) -> Tensor:
+    """An energy that should not change."""
+    return (model(x).flatten(1).square().sum(1) - x.flatten(1).square().sum(1)).abs()
+
+
+def without_gradients(run: Callable[[], object]) -> Callable[[], object]:
+    return torch.no_grad()(run)

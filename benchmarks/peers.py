@@ -1,0 +1,168 @@
+"""Per-query adaptation with the libraries there are: a loop with higher, torchopt and torch-ttt, torch.func.vmap, JAX's jit(vmap(grad)).
+
+    pip install higher torchopt torch-ttt jax      # those that are missing are reported as failed
+    python benchmarks/peers.py [--device cuda --matmul high] [--queries 256 1024]
+
+The planets network and an energy-like loss. Peers run as their own documentation tells users to. higher, torchopt and
+torch-ttt move all weights, one query after another (torch-ttt by its only optimiser, Adam); so do vmap and "JAX weights" for all queries at
+once. "JAX CN" moves the scales and shifts that CN does. JAX multiplies at the precision of --matmul, too.
+"""
+
+from __future__ import annotations
+
+import os
+
+from _measure import Cases, Options, Run, bench
+from _work import drift, planets, without_gradients
+
+import torch
+from tailoring import CN, Adapter, Tailored, Weights
+from tailoring.nn import ResidualMLP
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+LR = 1e-4
+
+
+def cases(o: Options) -> Cases:
+    torch.manual_seed(1)
+    x = torch.randn(o.queries, 25, device=o.device)
+
+    def tailored(adapt: Adapter, compile: bool) -> Run:
+        model = Tailored(planets(o.device), drift, adapt=adapt, steps=o.steps, lr=LR, compile=compile)
+        return without_gradients(lambda: model(x))
+
+    return {
+        "CN": lambda: tailored(CN(), False),
+        "CN compiled": lambda: tailored(CN(), True),
+        "JAX CN": lambda: with_jax(x, o, weights=False),
+        "Weights": lambda: tailored(Weights(), False),
+        "Weights compiled": lambda: tailored(Weights(), True),
+        "JAX weights": lambda: with_jax(x, o, weights=True),
+        "torch.func.vmap": lambda: with_vmap(planets(o.device), x, o.steps),
+        "higher": lambda: with_higher(planets(o.device), x, o.steps),
+        "torchopt": lambda: with_torchopt(planets(o.device), x, o.steps),
+        "torch-ttt": lambda: with_torch_ttt(planets(o.device), x, o.steps),
+    }
+
+
+def checked(run: Run, expected: Tensor, x: Tensor, steps: int) -> Run:
+    """Peers that take the same steps must come to the same answers."""
+    ours = Tailored(planets(str(x.device)), drift, adapt=Weights(), steps=steps, lr=LR)(x)
+    assert torch.allclose(expected, ours, rtol=1e-2, atol=1e-3), "the peer computes something else"
+    return run
+
+
+def with_vmap(net: nn.Module, x: Tensor, steps: int) -> Run:
+    theta = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(theta: dict[str, Tensor], row: Tensor) -> Tensor:
+        return drift(lambda z: functional_call(net, theta, (z,)), row[None]).sum()
+
+    def answer(row: Tensor) -> Tensor:
+        own = theta
+        for _ in range(steps):
+            slopes = grad(loss)(own, row)
+            own = {name: p - LR * slopes[name] for name, p in own.items()}
+        return functional_call(net, own, (row[None],))[0]
+
+    return checked(without_gradients(lambda: vmap(answer)(x)), vmap(answer)(x), x, steps)
+
+
+def with_higher(net: nn.Module, x: Tensor, steps: int) -> Run:
+    import higher
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+
+    def run() -> Tensor:
+        answers = []
+        for row in x.split(1):
+            with higher.innerloop_ctx(net, optimizer, copy_initial_weights=False, track_higher_grads=False) as (own, inner):
+                for _ in range(steps):
+                    inner.step(drift(own, row).sum())
+                answers.append(own(row).detach())
+        return torch.cat(answers)
+
+    return checked(run, run(), x, steps)
+
+
+def with_torchopt(net: nn.Module, x: Tensor, steps: int) -> Run:
+    import torchopt
+
+    optimizer = torchopt.MetaSGD(net, lr=LR)
+    start, start_of_optimizer = torchopt.extract_state_dict(net), torchopt.extract_state_dict(optimizer)
+
+    def run() -> Tensor:
+        answers = []
+        for row in x.split(1):
+            for _ in range(steps):
+                optimizer.step(drift(net, row).sum())
+            answers.append(net(row).detach())
+            torchopt.recover_state_dict(net, start)
+            torchopt.recover_state_dict(optimizer, start_of_optimizer)
+        return torch.cat(answers)
+
+    return checked(run, run(), x, steps)
+
+
+def with_torch_ttt(net: nn.Module, x: Tensor, steps: int) -> Run:
+    from torch_ttt.engine.base_engine import BaseEngine
+
+    class Engine(BaseEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = net
+            self.optimization_parameters = {"num_steps": steps, "lr": LR}
+
+        def ttt_forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            return self.model(inputs), drift(self.model, inputs).sum()
+
+    engine = Engine().eval()
+    return lambda: torch.cat([engine(row)[0] for row in x.split(1)])
+
+
+def with_jax(x: Tensor, o: Options, *, weights: bool) -> Run:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if o.device == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    import jax.numpy as jnp
+
+    jax.config.update("jax_default_matmul_precision", "float32" if o.matmul == "highest" else "tensorfloat32")
+    net = planets("cpu")
+    assert isinstance(net, ResidualMLP)
+    linears = [
+        (jnp.array(m.weight.detach().numpy().T), jnp.array(m.bias.detach().numpy())) for m in net.modules() if isinstance(m, nn.Linear)
+    ]
+    queries = jnp.array(x.cpu().numpy())
+    hidden = len(linears) - 1
+    start = linears if weights else [(jnp.ones(w.shape[1]), jnp.zeros(w.shape[1])) for w, _ in linears[:-1]]
+
+    def network(state, x):  # as ResidualMLP, with the state's weights, or its scales and shifts
+        h = x
+        for i in range(hidden):
+            w, b = state[i] if weights else linears[i]
+            h = jax.nn.relu(h @ w + b)
+            h = h if weights else state[i][0] * h + state[i][1]
+        w, b = state[-1] if weights else linears[-1]
+        return x + h @ w + b
+
+    def loss(state, x):
+        return jnp.abs(jnp.sum(network(state, x) ** 2) - jnp.sum(x**2))
+
+    def answer(x):
+        state = start
+        for _ in range(o.steps):
+            slopes = jax.grad(loss)(state, x)
+            state = jax.tree.map(lambda p, g: p - LR * g, state, slopes)
+        return network(state, x)
+
+    run = jax.jit(jax.vmap(answer))
+    found = torch.tensor(run(queries).tolist())
+    ours = Tailored(net, drift, adapt=Weights() if weights else CN(), steps=o.steps, lr=LR)(x.cpu())
+    assert torch.allclose(found, ours, rtol=1e-2, atol=1e-3), "JAX computes something else"
+    return lambda: run(queries).block_until_ready()
+
+
+if __name__ == "__main__":
+    bench(__doc__ or "", cases, "Weights", queries=[256], steps=[5])

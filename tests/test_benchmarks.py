@@ -1,0 +1,67 @@
+"""The programs in benchmarks/ run, and write rows that say what was measured beside what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tailoring.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+SMALL = {
+    "overhead": ["--width", "8"],
+    "depth": ["--queries", "4", "--layers", "2", "--width", "8", "--steps", "1", "--only", "CN last layer"],
+    "weights": ["--queries", "2", "3", "--steps", "1", "--only", "CN", "loop by hand"],
+    "meta": ["--queries", "4", "--steps", "1", "--only", "all, one loss"],
+    "generator": ["--candidates", "4", "--steps", "1"],
+    "peers": ["--queries", "2", "--steps", "1", "--only", "torch.func.vmap", "torchopt"],
+    "smoothing": ["--networks", "resnet20", "--batch", "1", "--only", "plain", "last half"],
+}
+
+
+def run(name: str, out: Path, *more: str) -> list[dict]:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *SMALL[name], "--seconds", "0.01", "--out", str(out), *more]
+    subprocess.run(command, check=True, capture_output=True, cwd=out.parent)
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("smoothing", "weights")])  # one compiles a ResNet, one is below
+def test_every_program_measures_its_cases(name, tmp_path):
+    rows = run(name, tmp_path / "rows.jsonl")
+    assert len(rows) >= 2
+    assert not [row for row in rows if "failed" in row]
+    assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 and row["program"] == name for row in rows)
+
+
+def test_every_program_is_tried_here():
+    assert {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} == set(SMALL)
+
+
+def test_every_combination_has_its_rows(tmp_path):
+    rows = run("weights", tmp_path / "rows.jsonl")
+    assert [(row["name"], row["queries"]) for row in rows] == [(n, q) for q in (2, 3) for n in ("Weights", "CN", "loop by hand")]
+
+
+def test_a_case_that_fails_does_not_cost_the_others(tmp_path):
+    rows = run("depth", tmp_path / "rows.jsonl", "--layers", "0", "2")
+    failed = [row["layers"] for row in rows if "failed" in row]
+    assert failed
+    assert set(failed) == {0}
+    assert [row["name"] for row in rows if row["layers"] == 2] == ["plain", "CN last layer"]
+
+
+def test_the_command_finds_the_programs(capsys, monkeypatch):
+    ran: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command: ran.append(command) or subprocess.CompletedProcess(command, 0))
+    assert main(["bench"]) == 0
+    assert {Path(command[1]).stem for command in ran} == set(SMALL)
+    ran.clear()
+    assert main(["bench", "depth", "--steps", "1"]) == 0
+    assert ran[0][2:] == ["--steps", "1"]
+    assert main(["bench", "dept"]) == 1
+    assert "did you mean depth?" in capsys.readouterr().err
+    assert main(["bench", "--steps", "1"]) == 1
