@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 
+import torch
 from _measure import Cases, Options, Run, bench
 from _work import drift, planets, without_gradients
-
-import torch
-from tailoring import CN, Adapter, Tailored, Weights
-from tailoring.nn import ResidualMLP
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+
+from tailoring import CN, Adapter, Tailored, Weights
+from tailoring.nn import ResidualMLP
 
 LR = 1e-4
 
