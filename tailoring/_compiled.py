@@ -18,8 +18,8 @@ _PROGRAMS = 64  # dynamo's own limit of recompilations is 8
 class Compiled:
     """Answers batches of any size with programs for a few sizes: a batch is filled up with copies of its first query.
 
-    The first size is compiled as it is, every later one that no program serves as the next power of two. On CUDA the programs are
-    recorded as CUDA graphs.
+    The first size, and one at least twice as large as all before, is compiled as it is, any other that no program serves as the next
+    power of two. On CUDA the programs are recorded as CUDA graphs.
     """
 
     def __init__(self, answer: Program, options: Mapping[str, Any]):
@@ -56,7 +56,8 @@ class Compiled:
         if fitting:
             return min(fitting), False
         power = 1 << (queries - 1).bit_length()
-        sizes.append(queries if not sizes else power if chunk is None else min(power, chunk))
+        exact = queries >= 2 * max(sizes, default=0)
+        sizes.append(queries if exact else power if chunk is None else min(power, chunk))
         return sizes[-1], True
 
 

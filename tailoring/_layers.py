@@ -83,6 +83,8 @@ def _add_product(out: Tensor, given: Tensor, change: Entry, first: int) -> Tenso
     if isinstance(change, LowRank):
         if not change.rank:
             return out
+        if torch.compiler.is_compiling() and given.is_floating_point() and given.shape[1] == 1:
+            return _add_products_one_by_one(out, given, change, first)
         left, right = change.factors()  # (queries, rank, out), (queries, rank, in)
         dots = given @ right.mT.to(given.dtype) if right.is_floating_point() else given[:, :, None] == right[:, None, :]
         return torch.baddbmm(out, dots.to(out.dtype), left[..., first:last].to(out.dtype))  # sum_r left_r (right_r . h')
@@ -93,6 +95,15 @@ def _add_product(out: Tensor, given: Tensor, change: Entry, first: int) -> Tenso
     if groups == 1:
         return torch.baddbmm(out, given.to(out.dtype), change.mT)
     return out + torch.einsum("qpgi,qgoi->qpgo", given.unflatten(-1, (groups, -1)), change.unflatten(1, (groups, -1))).flatten(2)
+
+
+def _add_products_one_by_one(out: Tensor, given: Tensor, change: LowRank, first: int) -> Tensor:
+    """The same for one row per query in compiled code, which fuses all of it: no factors are copied together, no tiny products made."""
+    for _, left, right in change.blocks:
+        if left.shape[1]:
+            dots = (right.to(given.dtype) * given).sum(-1, keepdim=True)  # (queries, rank, 1)
+            out = out + (dots.to(out.dtype) * left[..., first : first + out.shape[-1]].to(out.dtype)).sum(1, keepdim=True)
+    return out
 
 
 def linear(use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

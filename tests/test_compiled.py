@@ -42,11 +42,11 @@ def test_answers_are_those_of_eager_mode(adapt):
 def test_a_few_programs_serve_all_batch_sizes():
     model, made = counted()
     with torch.no_grad():
-        for n in (12, 5, 3, 12, 2, 1, 13, 20, 30, 33):
+        for n in (12, 5, 3, 12, 2, 1, 13, 20, 30, 33, 200):
             torch.testing.assert_close(model(queries(n)), model.replace(compile=False)(queries(n)))
     assert model._compiled is not None
-    assert list(model._compiled.sizes.values()) == [[12, 2, 16, 32, 64]]
-    assert len(made) == 5
+    assert list(model._compiled.sizes.values()) == [[12, 2, 16, 32, 64, 200]]
+    assert len(made) == 6
 
 
 def test_chunks_share_one_program():

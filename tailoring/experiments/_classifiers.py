@@ -58,7 +58,7 @@ def blocks(net: nn.Module) -> list[str]:
     return [name for name, module in net.named_modules() if isinstance(module, BasicBlock | Bottleneck | InvertedResidual)]
 
 
-def tailored(net: nn.Module, inner: Inner) -> Tailored:
+def tailored(net: nn.Module, inner: Inner, *, compile: bool = False) -> Tailored:
     """The classifier that makes its features smooth around each image before it answers."""
     names = blocks(net)
     half = (len(names) + 1) // 2
@@ -72,6 +72,7 @@ def tailored(net: nn.Module, inner: Inner) -> Tailored:
         lr=inner.lr / SHORTEST if inner.normalised else inner.lr,
         clip=SHORTEST if inner.normalised else None,
         backprop=inner.backprop,
+        compile=compile,
     )
 
 

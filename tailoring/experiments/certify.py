@@ -86,7 +86,7 @@ class Config:
     bf16: bool = False
     """autocast to bfloat16"""
     compile: bool = False
-    """torch.compile the classifier"""
+    """torch.compile the classifier, CUDA graphs included"""
     engine: Literal["local", "ray"] = "local"
     """ray: spread the images over a cluster, each on whichever worker is free, again if its worker dies"""
     address: str | None = None
@@ -153,10 +153,9 @@ def _classifier(config: Config, state: dict[str, Any]) -> nn.Module:
     device = _device(config)
     net = net.eval().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if config.tailor:
-        net = tailored(net, config.inner).eval()
-        net.prepare(torch.rand(2, 3, config.pixels, config.pixels, device=device))
+        return tailored(net, config.inner, compile=config.compile).eval()
     if config.compile:
-        net.compile(dynamic=False)
+        net.compile(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else None)
     return net
 
 
