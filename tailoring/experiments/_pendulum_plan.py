@@ -105,7 +105,7 @@ def _make(shape: Training, law: Law, rows: int, compiled: bool) -> _Made:
         objective: nn.Module = OuterError(one_step, shape.steps)
     else:
         objective = Error(net)
-    if compiled:
+    if compiled and shape.work > 1:  # a plain MLP trains as fast without
         objective.compile(fullgraph=True, dynamic=False)
     return _Made(net, lr, objective)
 
