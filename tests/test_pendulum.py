@@ -312,16 +312,31 @@ def test_the_simulated_pendulum_is_much_like_the_measured_one():
     torch.testing.assert_close(slope, found.states[1:-1, 1], atol=0.02, rtol=0)  # p is dq/dt
 
 
-def test_the_tables_in_the_docs_are_those_of_the_committed_rows():
+@pytest.mark.parametrize("run", ["", "spring"])
+def test_the_tables_in_the_docs_are_those_of_the_committed_rows(run):
     folder = Path(__file__).parents[1] / "docs" / "experiments" / "pendulum"
     page = folder.with_suffix(".md").read_text()
-    results = reports.Results(read(folder / "rows.jsonl"))
+    results = reports.Results(read(folder / run / "rows.jsonl"))
     tables = [
+        *reports._labels(results),
         reports._paper(results),
         reports._grid(results),
         *(reports._soft(results, kind, "") for kind in ("forward", "central", "through")),
     ]
+    assert len(tables) == 6
     for table in tables:
         rows = [line for line in table.markdown().splitlines() if line.startswith("| ")]
         assert len(rows) > 2
         assert not [line for line in rows if line not in page]
+
+
+@pytest.mark.parametrize("run", ["", "spring"])
+def test_the_committed_rows_have_ten_seeds_of_every_method(run):
+    results = reports.Results(read(Path(__file__).parents[1] / "docs" / "experiments" / "pendulum" / run / "rows.jsonl"))
+    seeds = list(range(10))
+    for labels, kind in (("forward", "mlp"), ("forward", "hnn"), ("central", "mlp"), ("central", "hnn"), ("through", "mlp")):
+        assert results.find(labels, kind, seeds=seeds, how="plain")
+    for labels, backprop in (("forward", "none"), ("forward", "all"), ("central", "none")):
+        assert reports.same_steps(results.meta(labels, seeds=seeds, backprop=backprop))
+    cells = {(r["training"]["steps"], r["training"]["lr"]) for r in reports.same_steps(results.meta(seeds=[0]))}
+    assert len(cells) == 12
