@@ -5,18 +5,25 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from contextlib import closing
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
+from tailoring import outer_losses
 from tailoring.experiments import _pendulum_data as data
+from tailoring.experiments import _pendulum_plan as plan
 from tailoring.experiments import _pendulum_report as reports
 from tailoring.experiments import pendulum
 from tailoring.experiments._pendulum_data import Law, Motion, Segment, Source, load, simulated
-from tailoring.experiments._pendulum_nets import HNN, MLP, Drift, Projected, by_member, mean_slope, side_by_side, tailored
+from tailoring.experiments._pendulum_fit import OuterError, mean_slope
+from tailoring.experiments._pendulum_nets import HNN, MLP, Drift, Projected, Tanh, by_member, side_by_side, tailored
+from tailoring.experiments._pendulum_plan import Training
 from tailoring.experiments._rollout import roll_out
 from tailoring.experiments._rows import read
 
@@ -103,6 +110,11 @@ def test_the_spring_is_found_from_training_data():
     law = data._spring_law(Motion(time, torch.stack([q, -2.5 * torch.sin(2.5 * time)], 1), LAW))
     assert law.stiffness == pytest.approx(6.25, rel=0.01)
     assert law.rest == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_tanh_by_the_sigmoid_is_the_tanh():
+    x = torch.linspace(-30, 30, 601, dtype=torch.float64)
+    torch.testing.assert_close(Tanh()(x), x.tanh())
 
 
 def test_an_hnn_follows_the_gradient_of_its_own_energy():
@@ -204,6 +216,36 @@ def test_a_runge_kutta_step_knows_no_spurious_damping():
     torch.testing.assert_close(mean_slope(Circle(1.5), x, gaps), (after - x) / gaps, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("backprop", ["none", "all"])
+def test_single_steps_in_a_row_are_the_outer_losses(backprop):
+    torch.manual_seed(0)
+    net, x, y = MLP(1, 8).double(), *torch.randn(2, 6, 2, dtype=torch.float64)
+    model = tailored(net, LAW, steps=3, lr=0.1, backprop=backprop)
+    expected = torch.stack(list(outer_losses(model, mse_loss, x, y))).sum()
+    found = OuterError(model.replace(steps=1), 3)(x, y)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found, net.parameters()), torch.autograd.grad(expected, net.parameters()), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiled_training_is_training(monkeypatch):
+    """Also for another seed and inner step size than what was compiled; second order, whose code once crashed."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))  # no C++ compiler, and much faster
+    motion = simulated(rows=40)
+    first = Training("simulated", "forward", "mlp", 0, steps=2, lr=0.1, backprop="all", width=4, iterations=3, marks=1)
+    for t in (first, replace(first, seed=1, lr=0.3)):
+        compiled, plain = (plan._train(t, motion, how) for how in (True, False))
+        for name in plain.keys() - {"seconds"}:
+            torch.testing.assert_close(compiled[name], plain[name])
+    assert not torch.equal(plain["losses"], plan._train(first, motion, False)["losses"])
+
+
+def test_one_training_of_each_shape_comes_first_then_the_longest():
+    plain, meta = Training("pendulum", "forward", "mlp", 0), Training("pendulum", "forward", "mlp", 0, steps=3, lr=0.1)
+    given = [plain, replace(plain, seed=1), meta, meta, replace(meta, lr=0.01)]
+    assert plan.in_order(given) == [meta, plain, replace(meta, lr=0.01), replace(plain, seed=1)]
+
+
 def row(train, test, at=2000, **other):
     return {"train": train, "test": test, "energy": test, "one_step": test, "rate": test, "at": at, "seeds": [0, 1], **other}
 
@@ -256,8 +298,9 @@ def test_two_workers_train_what_one_does(tmp_path):
     results = []
     for workers in (1, 2):
         config = replace(short, out=tmp_path / str(workers), workers=workers)
-        bench = pendulum.Bench(config, pendulum.Rows(config.out, "pendulum", config), lambda what, done, total: None)
-        (found,) = bench.measure([pendulum.Job(pendulum.others(pendulum.base(bench, "forward"), config.seeds))])
+        rows = pendulum.Rows(config.out, "pendulum", config)
+        with closing(pendulum.Bench(config, rows, lambda what, done, total: None)) as bench:
+            (found,) = bench.measure([pendulum.Job(pendulum.others(pendulum.base(bench, "forward"), config.seeds))])
         results.append((found["train"], found["test"]))
     assert results[0] == results[1]
 
@@ -269,16 +312,31 @@ def test_the_simulated_pendulum_is_much_like_the_measured_one():
     torch.testing.assert_close(slope, found.states[1:-1, 1], atol=0.02, rtol=0)  # p is dq/dt
 
 
-def test_the_tables_in_the_docs_are_those_of_the_committed_rows():
+@pytest.mark.parametrize("run", ["", "spring"])
+def test_the_tables_in_the_docs_are_those_of_the_committed_rows(run):
     folder = Path(__file__).parents[1] / "docs" / "experiments" / "pendulum"
     page = folder.with_suffix(".md").read_text()
-    results = reports.Results(read(folder / "rows.jsonl"))
+    results = reports.Results(read(folder / run / "rows.jsonl"))
     tables = [
+        *reports._labels(results),
         reports._paper(results),
         reports._grid(results),
         *(reports._soft(results, kind, "") for kind in ("forward", "central", "through")),
     ]
+    assert len(tables) == 6
     for table in tables:
         rows = [line for line in table.markdown().splitlines() if line.startswith("| ")]
         assert len(rows) > 2
         assert not [line for line in rows if line not in page]
+
+
+@pytest.mark.parametrize("run", ["", "spring"])
+def test_the_committed_rows_have_ten_seeds_of_every_method(run):
+    results = reports.Results(read(Path(__file__).parents[1] / "docs" / "experiments" / "pendulum" / run / "rows.jsonl"))
+    seeds = list(range(10))
+    for labels, kind in (("forward", "mlp"), ("forward", "hnn"), ("central", "mlp"), ("central", "hnn"), ("through", "mlp")):
+        assert results.find(labels, kind, seeds=seeds, how="plain")
+    for labels, backprop in (("forward", "none"), ("forward", "all"), ("central", "none")):
+        assert reports.same_steps(results.meta(labels, seeds=seeds, backprop=backprop))
+    cells = {(r["training"]["steps"], r["training"]["lr"]) for r in reports.same_steps(results.meta(seeds=[0]))}
+    assert len(cells) == 12

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributions import Normal
 
+from tailoring.experiments import _toy_report as reports
 from tailoring.experiments import toy
 from tailoring.experiments._rows import read
 from tailoring.experiments._toy_map import Gaussians, Window, accuracies, best_linear, linear
@@ -109,3 +111,12 @@ def test_a_run_goes_on_where_it_stopped_and_reports(tmp_path):
     for expected in ("linear separator", "tailored, eps 2", "1 start", "energy-weighted", "tailoring the means"):
         assert expected in text
     assert {"boundaries.png", "boundaries.svg", "attack.svg", "report.html"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_the_tables_in_the_docs_are_those_of_the_committed_rows():
+    folder = Path(__file__).parents[1] / "docs" / "experiments" / "toy"
+    page = folder.with_suffix(".md").read_text()
+    for table in reports._tables(reports.Results(list(read(folder / "rows.jsonl")))):
+        lines = [line for line in table.markdown().splitlines() if line.startswith("| ")]
+        assert len(lines) > 2
+        assert not [line for line in lines if line not in page]

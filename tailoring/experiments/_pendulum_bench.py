@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from ._pendulum_data import load
 from ._pendulum_nets import Norm, Projected, by_member, side_by_side, tailored
-from ._pendulum_plan import Training, restore, train
+from ._pendulum_plan import Training, in_order, restore, train
 from ._rollout import roll_out
 from ._rows import Row, Rows
 from ._train import Progress
@@ -60,9 +62,14 @@ class Bench:
     def __init__(self, config: Any, rows: Rows, progress: Progress):
         self.config, self.rows, self.progress = config, rows, progress
         self.judge = Judge(config)
+        self._pool: ProcessPoolExecutor | None = None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def train(self, trainings: Sequence[Training]) -> None:
-        todo = [t for t in dict.fromkeys(trainings) if not self.rows.has(kind="training", name=t.name)]
+        todo = in_order(t for t in trainings if not self.rows.has(kind="training", name=t.name))
         for t, weights in zip(todo, self._each(self.judge.weights, todo, "training"), strict=True):
             about = {"seconds": round(float(weights["seconds"]), 1), "loss": float(weights["losses"][-1])}
             self.rows.add(kind="training", name=t.name, training=asdict(t), **about)
@@ -82,10 +89,11 @@ class Bench:
     def _each(self, function: Callable[[Any], Any], todo: Sequence[Any], what: str) -> Iterator[Any]:
         if self.config.workers == 1 or len(todo) < 2:
             results = map(function, todo)
-            yield from self._counted(results, len(todo), what)
         else:
-            with ProcessPoolExecutor(self.config.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:  # torch dislikes fork
-                yield from self._counted(pool.map(function, todo), len(todo), what)
+            if self._pool is None:  # torch dislikes fork
+                self._pool = ProcessPoolExecutor(self.config.workers, get_context("spawn"), torch.set_num_threads, (1,))
+            results = self._pool.map(function, todo)
+        yield from self._counted(results, len(todo), what)
 
     def _counted(self, results: Iterator[Any], total: int, what: str) -> Iterator[Any]:
         for done, result in enumerate(results, 1):
@@ -102,7 +110,7 @@ class Judge:
         self.law = self.motion.law
 
     def weights(self, t: Training) -> dict[str, Tensor]:
-        return train(t, self.motion, self.config.out / "weights")
+        return train(t, self.motion, self.config.out / "weights", self.config.compiled and _has_compiler())
 
     def rates(self) -> Row:
         """The mean rate of change of energy, as measured and as the labels have it."""
@@ -150,6 +158,11 @@ class Judge:
         if way.how == "project":
             return Projected(net, self.law, way.amount)
         return tailored(net, self.law, steps=way.steps, lr=way.lr, norm=way.norm) if way.how == "tailor" else net
+
+
+def _has_compiler() -> bool:
+    """Whether torch can compile for the CPU; without, training takes twice as long and gives the same to rounding."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
 
 
 def _numbers(values: Tensor) -> list[float]:

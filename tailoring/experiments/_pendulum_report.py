@@ -235,8 +235,8 @@ def tables(results: Results) -> list[Table]:
         _soft(results, "forward", "softening the forward-label networks"),
         _soft(results, "central", "central-difference labels, a control"),
         _soft(results, "through", "trained through a Runge-Kutta step, a control"),
+        _grid(results),
     ]
-    made += [_grid(results)] if results.config["chosen"] is None else []
     made += [_sweeps(results, labels) for labels in ("forward", "central", "through")] + [_times(results)]
     return [table for table in made if any(table.rows)]
 

@@ -87,14 +87,22 @@ def _boundaries(results: Results) -> Picture:
 
 
 def _attack(results: Results) -> Picture:
-    figure, (ax,) = new_figure(6, 4)
+    figure, (left, right) = new_figure(11, 4, columns=2)
+    tailored = results.found()
     if results.lines:
-        ax.plot(results.radii, results.lines["plain"], color="purple", linewidth=2, label="linear separator")
-        ax.plot(results.radii, results.lines["best"], "k--", linewidth=1, label="best line for each radius")
-    for number, r in enumerate(results.found()):
-        ax.plot(results.radii, r["accuracy"], color=f"C{number + 1}", label=f"tailored, eps {r['setting']['eps']:g}")
-    ax.set(xlabel="radius of the attack", ylabel="accuracy under the worst attack", ylim=(0, 1))
-    ax.legend(frameon=False, fontsize=8)
+        left.plot(results.radii, results.lines["plain"], color="purple", linewidth=2, label="linear separator")
+        left.plot(results.radii, results.lines["best"], "k--", linewidth=1, label="best line for each radius")
+    for number, r in enumerate(tailored):
+        left.plot(results.radii, r["accuracy"], color=f"C{number + 1}", label=f"tailored, eps {r['setting']['eps']:g}")
+    left.set(xlabel="radius of the attack", ylabel="accuracy under the worst attack", ylim=(0, 1))
+    for i, radius in enumerate(results.radii):
+        if radius in (0, 0.5, 1, 1.5, 2, 3):
+            plain = [(0.0, results.lines["plain"][i])] if results.lines else []
+            eps, accuracy = zip(*plain, *((r["setting"]["eps"], r["accuracy"][i]) for r in tailored), strict=True)
+            right.plot(eps, accuracy, ".-", label=f"attack of radius {radius:g}")
+    right.set(xlabel="eps of the tailoring (0: without)", ylabel="accuracy under the worst attack", ylim=(0, 1))
+    for ax in (left, right):
+        ax.legend(frameon=False, fontsize=8)
     return Picture("attack", "Accuracy under the worst attack, with and without tailoring.", figure)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -39,9 +40,7 @@ class Config:
     through_seeds: tuple[int, ...] = tuple(range(10))
     """of networks trained through a Runge-Kutta step, a control that takes four times as long"""
     grid_seeds: tuple[int, ...] = (0,)
-    """with which the settings of meta-tailoring are chosen: the paper's grid of 12 with all seeds would take an hour"""
-    chosen: tuple[int, float] | None = None
-    """inner steps and step size of meta-tailoring; if given, its grid is not trained"""
+    """with which the settings of meta-tailoring are chosen: the paper's grid of 12 with all seeds would take as long as everything else"""
     iterations: int = 2000
     """as the code of Hamiltonian Neural Networks"""
     marks: int = 8
@@ -66,6 +65,8 @@ class Config:
     """of the field, after which a prediction counts as diverged; smooth ones take 150 to 200"""
     workers: int = 2
     """processes, each on one core"""
+    compiled: bool = True
+    """compile the training steps, if there is a C++ compiler: half the time, the same to rounding"""
 
 
 def quick() -> Config:
@@ -89,20 +90,21 @@ def quick() -> Config:
         amounts=(0.0, 0.5, 0.9, 1.0),
         evaluations=400,
         workers=1,
+        compiled=False,  # takes longer than so few iterations
     )
 
 
 def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
     """Run what has not been run yet; the rows are in `config.out`."""
-    rows = Rows(config.out, "pendulum", replace(config, workers=1))
-    bench = Bench(config, rows, progress)
-    if not rows.has(kind="data"):
-        rows.add(kind="data", rates=bench.judge.rates())
-    parts = [partial(_plain, bench, "forward"), partial(_plain, bench, "central"), partial(_meta, bench), partial(_beyond, bench)]
-    parts += [partial(_plain, bench, "through"), partial(_courses, bench)]
-    for number, part in enumerate(parts):
-        progress("groups", number, len(parts))
-        part()
+    rows = Rows(config.out, "pendulum", replace(config, workers=1, compiled=True))
+    with closing(Bench(config, rows, progress)) as bench:
+        if not rows.has(kind="data"):
+            rows.add(kind="data", rates=bench.judge.rates())
+        parts = [partial(_train, bench), partial(_plain, bench, "forward"), partial(_plain, bench, "central"), partial(_meta, bench)]
+        parts += [partial(_beyond, bench), partial(_plain, bench, "through"), partial(_courses, bench)]
+        for number, part in enumerate(parts):
+            progress("groups", number, len(parts))
+            part()
     return config.out
 
 
@@ -113,7 +115,7 @@ def base(bench: Bench, labels: Labels, kind: Kind = "mlp") -> Training:
 
 def grid(bench: Bench) -> Iterator[Training]:
     c = bench.config
-    for steps, lr in [c.chosen] if c.chosen else product(c.steps, c.lrs):
+    for steps, lr in product(c.steps, c.lrs):
         yield replace(base(bench, "forward"), steps=steps, lr=lr)
 
 
@@ -151,6 +153,18 @@ def long_ways(bench: Bench) -> list[Way]:
 
 def projections(bench: Bench) -> list[Way]:
     return [Way("project", amount=amount) for amount in bench.config.amounts]
+
+
+def _train(bench: Bench) -> None:
+    """All networks, in two batches, so that no core waits: those that need no choice, and those with the settings then chosen."""
+    c = bench.config
+    plain = [(base(bench, labels, kind), c.seeds) for labels in ("forward", "central") for kind in ("mlp", "hnn")]
+    plain += [(base(bench, "through"), c.through_seeds)] + [(t, c.grid_seeds) for t in grid(bench)]
+    bench.train([t for one, seeds in plain for t in others(one, seeds)])
+    chosen, free = paper_setting(bench), free_setting(bench)[0]
+    meta = [(chosen, c.meta_seeds), (replace(chosen, backprop="all"), c.order_seeds)]
+    meta += [(free, c.free_seeds), (replace(chosen, labels="central"), c.central_seeds)]
+    bench.train([t for one, seeds in meta for t in others(one, seeds)])
 
 
 def _plain(bench: Bench, labels: Labels) -> None:
