@@ -7,19 +7,20 @@ import math
 import os
 from contextlib import closing
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import mse_loss
 
 from tailoring import outer_losses
+from tailoring.experiments import _compiled, pendulum
 from tailoring.experiments import _pendulum_data as data
 from tailoring.experiments import _pendulum_plan as plan
 from tailoring.experiments import _pendulum_report as reports
-from tailoring.experiments import pendulum
 from tailoring.experiments._pendulum_data import Law, Motion, Segment, Source, load, simulated
 from tailoring.experiments._pendulum_fit import OuterError, mean_slope
 from tailoring.experiments._pendulum_nets import HNN, MLP, Drift, Projected, Tanh, by_member, side_by_side, tailored
@@ -230,7 +231,7 @@ def test_single_steps_in_a_row_are_the_outer_losses(backprop):
 
 def test_compiled_training_is_training(monkeypatch):
     """Also for another seed and inner step size than what was compiled; second order, whose code once crashed."""
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))  # no C++ compiler, and much faster
+    monkeypatch.setattr(_compiled, "_compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))  # no C++, and much faster
     motion = simulated(rows=40)
     first = Training("simulated", "forward", "mlp", 0, steps=2, lr=0.1, backprop="all", width=4, iterations=3, marks=1)
     for t in (first, replace(first, seed=1, lr=0.3)):
@@ -238,6 +239,18 @@ def test_compiled_training_is_training(monkeypatch):
         for name in plain.keys() - {"seconds"}:
             torch.testing.assert_close(compiled[name], plain[name])
     assert not torch.equal(plain["losses"], plan._train(first, motion, False)["losses"])
+
+
+def test_repeats_are_merged_and_nothing_else():
+    def function(x, y):
+        return x.sin() * x.sin() + x.cos() * y.sin() + torch.ops.aten.add(x.sin(), y)
+
+    x, y = torch.randn(2, 5)
+    made = make_fx(function)(x, y)
+    _compiled.merge_repeats(made.graph)
+    made.recompile()
+    assert sum(node.target is torch.ops.aten.sin.default for node in made.graph.nodes) == 2
+    torch.testing.assert_close(made(x, y), function(x, y))
 
 
 def test_one_training_of_each_shape_comes_first_then_the_longest():
