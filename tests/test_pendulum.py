@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from tailoring.experiments import _pendulum_data as data
 from tailoring.experiments import _pendulum_plan as plan
 from tailoring.experiments import _pendulum_report as reports
 from tailoring.experiments._pendulum_data import Law, Motion, Segment, Source, load, simulated
-from tailoring.experiments._pendulum_fit import OuterError, mean_slope
+from tailoring.experiments._pendulum_fit import Error, OuterError, fit, mean_slope
 from tailoring.experiments._pendulum_nets import HNN, MLP, Drift, Projected, Tanh, by_member, side_by_side, tailored
 from tailoring.experiments._pendulum_plan import Training
 from tailoring.experiments._rollout import roll_out
@@ -215,6 +216,25 @@ def test_a_runge_kutta_step_knows_no_spurious_damping():
     turn = 1.5 * gaps[0, 0]
     after = torch.stack([x[:, 0] * turn.cos() + x[:, 1] * turn.sin(), x[:, 1] * turn.cos() - x[:, 0] * turn.sin()], 1)
     torch.testing.assert_close(mean_slope(Circle(1.5), x, gaps), (after - x) / gaps, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [MLP, HNN])
+def test_training_is_adam_on_the_error(kind):
+    torch.manual_seed(0)
+    net, x, y = kind(1, 8), *torch.randn(2, 6, 2)
+    twin = deepcopy(net)
+    objective = Error(net)
+    losses = list(fit(_compiled.plain_step(objective), dict(objective.named_parameters()), (x, y), 5))
+    optimizer, expected = torch.optim.Adam(twin.parameters(), 1e-3, weight_decay=1e-5), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (twin(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert losses == pytest.approx(expected)
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("backprop", ["none", "all"])

@@ -56,6 +56,6 @@ def fit(step: Step, parameters: Parameters, data: tuple[Tensor, ...], iterations
     for _ in range(iterations):
         gradients, loss = step(parameters, data)
         for name, parameter in parameters.items():
-            parameter.grad = gradients[name]
+            parameter.grad = gradients[name].contiguous()  # fused Adam does not look at strides
         optimizer.step()
         yield float(loss)
