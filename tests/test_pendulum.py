@@ -6,22 +6,24 @@ import hashlib
 import math
 import os
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import mse_loss
 
 from tailoring import outer_losses
+from tailoring.experiments import _compiled, pendulum
 from tailoring.experiments import _pendulum_data as data
 from tailoring.experiments import _pendulum_plan as plan
 from tailoring.experiments import _pendulum_report as reports
-from tailoring.experiments import pendulum
 from tailoring.experiments._pendulum_data import Law, Motion, Segment, Source, load, simulated
-from tailoring.experiments._pendulum_fit import OuterError, mean_slope
+from tailoring.experiments._pendulum_fit import Error, OuterError, fit, mean_slope
 from tailoring.experiments._pendulum_nets import HNN, MLP, Drift, Projected, Tanh, by_member, side_by_side, tailored
 from tailoring.experiments._pendulum_plan import Training
 from tailoring.experiments._rollout import roll_out
@@ -216,6 +218,25 @@ def test_a_runge_kutta_step_knows_no_spurious_damping():
     torch.testing.assert_close(mean_slope(Circle(1.5), x, gaps), (after - x) / gaps, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind", [MLP, HNN])
+def test_training_is_adam_on_the_error(kind):
+    torch.manual_seed(0)
+    net, x, y = kind(1, 8), *torch.randn(2, 6, 2)
+    twin = deepcopy(net)
+    objective = Error(net)
+    losses = list(fit(_compiled.plain_step(objective), dict(objective.named_parameters()), (x, y), 5))
+    optimizer, expected = torch.optim.Adam(twin.parameters(), 1e-3, weight_decay=1e-5), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (twin(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert losses == pytest.approx(expected)
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("backprop", ["none", "all"])
 def test_single_steps_in_a_row_are_the_outer_losses(backprop):
     torch.manual_seed(0)
@@ -230,7 +251,7 @@ def test_single_steps_in_a_row_are_the_outer_losses(backprop):
 
 def test_compiled_training_is_training(monkeypatch):
     """Also for another seed and inner step size than what was compiled; second order, whose code once crashed."""
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))  # no C++ compiler, and much faster
+    monkeypatch.setattr(_compiled, "_compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))  # no C++, and much faster
     motion = simulated(rows=40)
     first = Training("simulated", "forward", "mlp", 0, steps=2, lr=0.1, backprop="all", width=4, iterations=3, marks=1)
     for t in (first, replace(first, seed=1, lr=0.3)):
@@ -238,6 +259,18 @@ def test_compiled_training_is_training(monkeypatch):
         for name in plain.keys() - {"seconds"}:
             torch.testing.assert_close(compiled[name], plain[name])
     assert not torch.equal(plain["losses"], plan._train(first, motion, False)["losses"])
+
+
+def test_repeats_are_merged_and_nothing_else():
+    def function(x, y):
+        return x.sin() * x.sin() + x.cos() * y.sin() + torch.ops.aten.add(x.sin(), y)
+
+    x, y = torch.randn(2, 5)
+    made = make_fx(function)(x, y)
+    _compiled.merge_repeats(made.graph)
+    made.recompile()
+    assert sum(node.target is torch.ops.aten.sin.default for node in made.graph.nodes) == 2
+    torch.testing.assert_close(made(x, y), function(x, y))
 
 
 def test_one_training_of_each_shape_comes_first_then_the_longest():

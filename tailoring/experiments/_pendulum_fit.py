@@ -10,6 +10,8 @@ from torch.nn.functional import mse_loss
 
 from tailoring import Tailored
 
+from ._compiled import Parameters, Step
+
 
 class Error(nn.Module):
     """The squared error of a network's derivatives; with `gaps` (rows, 1), of its mean derivatives over Runge-Kutta steps that long."""
@@ -48,12 +50,12 @@ class OuterError(nn.Module):
         return torch.stack(errors).sum()
 
 
-def fit(objective: nn.Module, data: tuple[Tensor, ...], iterations: int) -> Iterator[float]:
+def fit(step: Step, parameters: Parameters, data: tuple[Tensor, ...], iterations: int) -> Iterator[float]:
     """Minimise as the code of Hamiltonian Neural Networks does: Adam, 1e-3, weight decay 1e-5, all pairs at once. Yields the losses."""
-    optimizer = torch.optim.Adam(objective.parameters(), 1e-3, weight_decay=1e-5, fused=True)
+    optimizer = torch.optim.Adam(parameters.values(), 1e-3, weight_decay=1e-5, fused=True)
     for _ in range(iterations):
-        loss = objective(*data)
-        optimizer.zero_grad()
-        loss.backward()
+        gradients, loss = step(parameters, data)
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name].contiguous()  # fused Adam does not look at strides
         optimizer.step()
-        yield float(loss.detach())
+        yield float(loss)

@@ -34,12 +34,7 @@ class Blocks(nn.Module):
 
 def _blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = x.unflatten(1, (weight.shape[0], -1)).transpose(0, 1)  # (members, rows, in)
-    if bias is not None:
-        y = torch.baddbmm(bias, x, weight)
-    elif weight.shape[2] < weight.shape[1]:  # to few outputs: several times as fast in this order, forward and back
-        y = torch.bmm(weight.mT, x.mT).mT
-    else:
-        y = torch.bmm(x, weight)
+    y = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
     return y.transpose(0, 1).flatten(1)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ._cache import cached
+from ._compiled import Step, compiled_step, plain_step
 from ._pendulum_data import Labels, Law, Motion, Name
 from ._pendulum_fit import Error, OuterError, fit
 from ._pendulum_nets import HNN, MLP, tailored
@@ -83,7 +84,7 @@ def _train(t: Training, motion: Motion, compiled: bool) -> dict[str, Tensor]:
     made.net.load_state_dict(t.network().state_dict())
     kept: dict[str, Tensor] = {}
     found = []
-    for iteration, loss in enumerate(fit(made.objective, tuple(data), t.iterations), 1):
+    for iteration, loss in enumerate(fit(made.step, dict(made.objective.named_parameters()), tuple(data), t.iterations), 1):
         found.append(loss)
         if iteration in t.at:
             kept |= {f"{iteration}.{name}": value.detach().clone() for name, value in made.net.state_dict().items()}
@@ -94,6 +95,7 @@ class _Made(NamedTuple):
     net: nn.Module
     lr: Tensor  # a number would be compiled in
     objective: nn.Module
+    step: Step
 
 
 @functools.cache
@@ -105,9 +107,8 @@ def _make(shape: Training, law: Law, rows: int, compiled: bool) -> _Made:
         objective: nn.Module = OuterError(one_step, shape.steps)
     else:
         objective = Error(net)
-    if compiled and shape.work > 1:  # a plain MLP trains as fast without
-        objective.compile(fullgraph=True, dynamic=False)
-    return _Made(net, lr, objective)
+    pays = compiled and shape.work > 1  # a plain MLP trains as fast without
+    return _Made(net, lr, objective, (compiled_step if pays else plain_step)(objective))
 
 
 def restore(t: Training, weights: dict[str, Tensor], iteration: int) -> nn.Module:
