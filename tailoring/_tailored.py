@@ -20,7 +20,7 @@ from ._records import Batch, Fit, Places, Trace, all_finite, better, finite_rows
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Reuse, find_prefix, held_by, serving
 from ._rules import LBFGS, Descent, Functional, Rates
-from ._sites import Reading, watch
+from ._sites import Reading, alone, watch
 from ._states import State, compact, device_of, rows_of, where
 from ._trees import (
     Inputs,
@@ -201,12 +201,13 @@ class Tailored(OwnNames):
             (batch,) = self._batches(part)
             return self._answer(batch, self._fit(batch).state)[0]
 
-        self._batches(x)  # what it refuses must be refused here, with its own words
-        if not self._prepared:
-            self.prepare(x)
-        self._compiled = self._compiled or Compiled(answer, self.compile_options or {})
-        self._places["compiled"] = self._find_places(x)
-        return self._compiled(self._key(x), x, self.chunk, self._places["compiled"].answer_rows)
+        with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
+            self._batches(x)  # what it refuses must be refused here, with its own words
+            if not self._prepared:
+                self.prepare(x)
+            self._compiled = self._compiled or Compiled(answer, self.compile_options or {}, fills=self.adapt.rows(2) == 2)
+            self._places["compiled"] = self._find_places(x)
+            return self._compiled(self._key(x), x, self.chunk, self._places["compiled"].answer_rows)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._places.clear()  # the state's dtype follows the model's
