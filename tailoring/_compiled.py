@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,18 +13,20 @@ from ._trees import cat_rows, count_rows, map_tensors, split_rows, tensors
 
 Program = Callable[[Any], Any]
 _MOST_PADDING = 4  # a batch may be filled up to so many times its size, before a new size is compiled
-_PROGRAMS = 64  # dynamo's own limit of recompilations is 8
+_PROGRAMS = 64  # of one model; dynamo's own limit is 8
 
 
 class Compiled:
     """Answers batches of any size with programs for a few sizes: a batch is filled up with copies of its first query.
 
     The first size, and one at least twice as large as all before, is compiled as it is, any other that no program serves as the next
-    power of two. On CUDA the programs are recorded as CUDA graphs.
+    power of two. On CUDA the programs are recorded as CUDA graphs. Where queries see each other (`fills=False`) a batch stays as it is.
     """
 
-    def __init__(self, answer: Program, options: Mapping[str, Any]):
-        self.answer, self.options = answer, options
+    def __init__(self, answer: Program, options: Mapping[str, Any], *, fills: bool):
+        code = cast(FunctionType, answer).__code__.replace()  # dynamo counts programs by code, and all models have this one
+        self.answer = FunctionType(code, answer.__globals__, code.co_name, None, answer.__closure__)  # type: ignore[attr-defined]
+        self.options, self.fills = options, fills
         self.programs: dict[torch.device, Program] = {}
         self.sizes: dict[Any, list[int]] = {}
 
@@ -34,7 +37,7 @@ class Compiled:
 
     def _part(self, key: Any, x: Any, chunk: int | None, rows: Mapping[int, int | None]) -> Any:
         queries, device = count_rows(x), tensors(x)[0].device
-        size, is_new = self._size((key, device), queries, chunk)
+        size = self._size((key, device), queries, chunk)
         if device not in self.programs:
             options: dict[str, Any] = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
             self.programs[device] = torch.compile(self.answer, fullgraph=True, dynamic=False, **(options | dict(self.options)))
@@ -42,23 +45,25 @@ class Compiled:
             x = map_tensors(lambda t: torch.cat([t, t[:1].expand(size - queries, *t.shape[1:])]) if t.ndim else t, x)
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        if is_new:
+        try:
+            out = self.programs[device](x)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
             with torch._dynamo.config.patch(recompile_limit=_PROGRAMS):  # pyright: ignore[reportAttributeAccessIssue]
                 out = self.programs[device](x)
-        else:
-            out = self.programs[device](x)
         return _first_rows(out, queries, size, rows, owned=device.type != "cuda")
 
-    def _size(self, key: Any, queries: int, chunk: int | None) -> tuple[int, bool]:
-        """The size of the program that answers so many queries, and whether it is new."""
+    def _size(self, key: Any, queries: int, chunk: int | None) -> int:
+        """The size of the program that answers so many queries."""
+        if not self.fills:
+            return queries
         sizes = self.sizes.setdefault(key, [])
         fitting = [size for size in sizes if queries <= size <= _MOST_PADDING * queries]
         if fitting:
-            return min(fitting), False
+            return min(fitting)
         power = 1 << (queries - 1).bit_length()
         exact = queries >= 2 * max(sizes, default=0)
         sizes.append(queries if exact else power if chunk is None else min(power, chunk))
-        return sizes[-1], True
+        return sizes[-1]
 
 
 def _first_rows(out: Any, queries: int, size: int, rows: Mapping[int, int | None], *, owned: bool) -> Any:

@@ -3,41 +3,52 @@
 A module that is given the very tensors that it was given before, and holds nothing that is adapted, would answer what it answered before.
 So its answer is kept, and the next module is given the very tensor again: the whole prefix of a network of submodule calls
 runs once for each input. What stands between two such calls in plain functions breaks the chain, and costs time, never truth.
+So does whatever lets a module be more than a function of its tensors: attributes that change, lists and objects, hooks inside.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from ._kernels import plain_kernels
+from ._kernels import all_modules, plain_kernels
 from ._sites import Reading, Seen, first_and_another, intercepted
 from ._trees import map_tensors, model_call, tensors
 
 WORTH_IT = 0.1  # of the multiplications of a forward pass; a smaller prefix costs more to look after than it saves
 
 
-@dataclass(frozen=True)
+# Of what else a module is given, or answers, only what cannot change may be kept: a list or an object may be another one later.
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+
+
+@dataclass
 class _Kept:
-    """One answer of a module. Tensors that were changed in place since are not what they were."""
+    """One answer of a module. It holds while the module is what it was then, and no tensor has been changed in place since."""
 
     given: list[Any]
-    spec: Any
-    out: Any
+    out: list[Any]
+    out_spec: Any
+    held: list[Any]
     versions: list[int]
+    circumstances: Any
+    asked: int  # the last pass that asked for it
 
-    def answers(self, leaves: list[Any], spec: Any) -> bool:
-        same = spec == self.spec and all(_same(a, b) for a, b in zip(leaves, self.given, strict=True))
-        return same and self.versions == _versions(self.given, self.out)
+    def answers(self, given: list[Any], held: list[Any], circumstances: Any) -> bool:
+        alike = circumstances == self.circumstances and len(given) == len(self.given) and all(map(_same, given, self.given))
+        unchanged = len(held) == len(self.held) and all(map(operator.is_, held, self.held))
+        return alike and unchanged and self.versions == _versions([*self.given, *self.out, *self.held])
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -48,79 +59,130 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _in_memory(t: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and type(t) is Tensor and t.layout == torch.strided and not is_functorch_wrapped_tensor(t)
+    return not torch.compiler.is_compiling() and type(t) is Tensor and t.layout == torch.strided
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:
-    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t._version, t.is_conj(), t.is_neg()
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, *_versions([t]), t.is_conj(), t.is_neg()
 
 
-def _versions(given: Any, out: Any) -> list[int]:
-    return [] if torch.compiler.is_compiling() else [t._version for t in tensors((given, out))]
+def _versions(found: list[Any]) -> list[int]:
+    if torch.compiler.is_compiling():
+        return []
+    return [0 if t.is_inference() else t._version for t in found if isinstance(t, Tensor)]  # inference tensors cannot change here
+
+
+def _constant(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor):
+        return isinstance(leaf, _CONSTANTS)
+    return torch.compiler.is_compiling() or not is_functorch_wrapped_tensor(leaf)
+
+
+def _circumstances(spec: Any, given: list[Any]) -> Any:
+    """On what else an answer depends: how the module is called, and in which precision."""
+    if torch.compiler.is_compiling():
+        return spec
+    device = next((t.device.type for t in given if isinstance(t, Tensor)), "cpu")
+    return spec, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
+def held_by(module: nn.Module) -> list[Any]:
+    """All that a module and those below it own: a module with another attribute than before may answer otherwise."""
+    if torch.compiler.is_compiling():  # numbers at least, which dynamo knows; tensors were watched when the prefix was found
+        return [v for m in module.modules() for v in m.__dict__.values() if isinstance(v, bool | int | float | str)]
+    found: list[Any] = []
+    for m in all_modules(module):
+        for key, value in vars(m).items():
+            if isinstance(value, dict):
+                found += value.values()
+            elif isinstance(value, list | set):
+                found += value
+            elif key != "forward" or m is not module:  # what stands in its own way is ours
+                found.append(value)
+    return found
 
 
 class Reuse:
     """What the passes of one batch have in common: answers of the modules named, and what the loss makes of the queries alone."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]):
-        self.model, self.names = model, names
+        self.model = model
+        self.names = tuple(name for name in names if not _hooked_below(model.get_submodule(name)))
         self.used: set[str] = set()
         self._kept: dict[str, list[_Kept]] = {}
-        self._made: list[Any] = []
-        self._next = 0
-        self._weights = [p for name in names for p in model.get_submodule(name).parameters()]
-        self._weights_were = self._weights_are()
+        self._made: list[tuple[Any, list[int]]] = []
+        self._next = self._pass = 0
 
-    @contextmanager
-    def pass_through(self, *, keep: bool) -> Iterator[None]:
-        """One pass: within the block, modules answer from before where they can; with `keep`, new answers are kept."""
+    def begin(self) -> None:
+        """A new pass of the loss, or of the answer. What the last pass did not ask for (fresh noise) need not be kept any longer."""
         self._next = 0
-        if self._weights_were != (now := self._weights_are()):  # trained between two steps
-            self._weights_were = now
-            self._kept.clear()
-        with intercepted(self.model, {name: functools.partial(self._answer, name, keep) for name in self.names}):
-            yield
+        self._pass += 1
+        self._kept = {name: [kept for kept in all_kept if kept.asked >= self._pass - 1] for name, all_kept in self._kept.items()}
+
+    def serving(self, *, keep: bool) -> AbstractContextManager[None]:
+        """Within the block, modules answer from before where they can; with `keep`, new answers are kept."""
+        return intercepted(self.model, {name: functools.partial(self._answer, name, keep) for name in self.names})
 
     def once(self, make: Callable[[], Any], *, keep: bool) -> Any:
         """`make()`, as it came out when a pass first got here."""
         place = self._next
         self._next += 1
         if place < len(self._made):
-            return self._made[place]
+            made, versions = self._made[place]
+            if versions == _versions(tensors(made)):  # else the model worked in place
+                return made
         made = make()
-        if keep and place == len(self._made):
-            self._made.append(made)
+        if keep and place <= len(self._made):
+            self._made[place:] = [(made, _versions(tensors(made))), *self._made[place + 1 :]]
         return made
 
     def _answer(self, name: str, keep: bool, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        for kept in self._kept.get(name, ()):
-            if kept.answers(leaves, spec):
-                self.used.add(name)
-                return kept.out
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not keep or any(t.requires_grad for t in given):  # what needs gradients may come from the state
+        given, spec = pytree.tree_flatten((args, kwargs))
+        if not _keepable(given):
             return forward(*args, **kwargs)
+        held, circumstances = held_by(module), _circumstances(spec, given)
+        for kept in self._kept.get(name, ()):
+            if kept.answers(given, held, circumstances):
+                kept.asked = self._pass
+                self.used.add(name)
+                return pytree.tree_unflatten(kept.out, kept.out_spec)
+        if not keep:
+            return forward(*args, **kwargs)
+        before = _versions([*given, *held])
+        own_args, own_kwargs = args, kwargs
         if getattr(module, "inplace", False):  # it would overwrite an answer that is kept
-            args, kwargs = map_tensors(torch.clone, (args, kwargs))
-        before = _versions(leaves, ())
+            own_args, own_kwargs = map_tensors(torch.clone, (args, kwargs))
         with torch.no_grad():
-            out = forward(*args, **kwargs)
-        if before == _versions(leaves, ()):
-            self._kept.setdefault(name, []).append(_Kept(leaves, spec, out, _versions(leaves, out)))
+            out = forward(*own_args, **own_kwargs)
+        leaves, out_spec = pytree.tree_flatten(out)
+        now = _Kept(given, leaves, out_spec, held, _versions([*given, *leaves, *held]), circumstances, self._pass)
+        after, after_spec = pytree.tree_flatten((args, kwargs))
+        untouched = spec == after_spec and before == _versions([*given, *held]) and now.answers(after, held_by(module), circumstances)
+        if untouched and all(map(_constant, leaves)):
+            self._kept.setdefault(name, []).append(now)
         return out
 
-    def _weights_are(self) -> list[int]:
-        return _versions(self._weights, ())
+
+def _keepable(given: list[Any]) -> bool:
+    """Whether an answer can be kept for other passes. What needs gradients may come from the state, or wants one of its own."""
+    if torch.compiler.is_compiling():
+        return not any(isinstance(t, Tensor) and t.requires_grad for t in given)
+    differentiated = forward_ad._current_level >= 0 or any(isinstance(t, Tensor) and t.requires_grad for t in given)
+    return not differentiated and all(map(_constant, given))
 
 
-def passing(reuse: Reuse | None, *, keep: bool) -> AbstractContextManager[None]:
-    return nullcontext() if reuse is None else reuse.pass_through(keep=keep)
+def _hooked_below(module: nn.Module) -> bool:
+    """Whether someone listens inside, and would hear nothing from a module that does not run."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in all_modules(module)[1:])
+
+
+def serving(reuse: Reuse | None, *, keep: bool) -> AbstractContextManager[None]:
+    return nullcontext() if reuse is None else reuse.serving(keep=keep)
 
 
 def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: Any) -> tuple[str, ...]:
     """The modules whose answers can be kept from pass to pass, if they are worth it: found by trying it on two queries."""
-    outputs, weights = {s.module for s in sites if not s.local}, {s.module for s in sites if s.local}
+    outputs, weights = ({model.get_submodule(s.module) for s in sites if bool(s.local) == local} for local in (False, True))
     names = tuple(_outermost(model, "", outputs, weights))
     if _share(model, names, seen) < WORTH_IT:
         return ()
@@ -130,7 +192,8 @@ def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: A
 
     def passes(reuse: Reuse, times: int) -> Reuse:
         for _ in range(times):
-            with reuse.pass_through(keep=True):
+            reuse.begin()
+            with reuse.serving(keep=True):
                 adapt.call(model, sites, state, Reading(), args, kwargs)
         return reuse
 
@@ -140,18 +203,16 @@ def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: A
     return prefix if _share(model, prefix, seen) >= WORTH_IT else ()
 
 
-def _outermost(model: nn.Module, name: str, outputs: set[str], weights: set[str]) -> Iterator[str]:
-    """The largest modules with nothing adapted inside, neither the `outputs` of modules nor the `weights`."""
-    below = f"{name}." if name else ""
-    if name in weights:
+def _outermost(module: nn.Module, name: str, outputs: set[nn.Module], weights: set[nn.Module]) -> Iterator[str]:
+    """The largest modules with nothing adapted inside (under whatever name), neither the `outputs` of modules nor the `weights`."""
+    if module in weights:
         return
-    if not isinstance(model, nn.ModuleList | nn.ModuleDict) and not any(  # these are never called themselves
-        site != name and site.startswith(below) for site in outputs | weights
-    ):
+    below = all_modules(module)[1:]
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict) and (outputs | weights).isdisjoint(below):  # those are never called themselves
         yield name
         return
-    for child, module in model.named_children():
-        yield from _outermost(module, f"{below}{child}", outputs, weights)
+    for child, inner in module.named_children():
+        yield from _outermost(inner, f"{name}.{child}" if name else child, outputs, weights)
 
 
 def _share(model: nn.Module, names: tuple[str, ...], seen: list[Seen]) -> float:
@@ -164,7 +225,7 @@ def _share(model: nn.Module, names: tuple[str, ...], seen: list[Seen]) -> float:
 
 def _multiplications(module: nn.Module, out: tuple[int, ...]) -> int:
     weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
-    return 0 if isinstance(module, nn.Embedding) else math.prod(out) * sum(p[0].numel() for p in weights)
+    return 0 if isinstance(module, nn.Embedding) else math.prod(out) * sum(math.prod(p.shape[1:]) for p in weights)
 
 
 def _alike(first: list[_Kept], second: list[_Kept]) -> bool:

@@ -47,9 +47,10 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
     def __init__(self, model: nn.Module, arounds: Mapping[str, Around]):
         self.model, self.arounds = model, arounds
         self.undo: list[Callable[[], Any]] = []
+        self.alone = not torch.compiler.is_compiling()
 
     def __enter__(self) -> None:
-        if not torch.compiler.is_compiling():
+        if self.alone:
             ADAPTING.acquire()
         try:
             for name, around in self.arounds.items():
@@ -61,7 +62,7 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
     def __exit__(self, *_: Any) -> None:
         while self.undo:
             self.undo.pop()()
-        if not torch.compiler.is_compiling():
+        if self.alone:
             ADAPTING.release()
 
 

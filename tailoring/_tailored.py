@@ -14,13 +14,13 @@ from ._adapt import CN, Adapter
 from ._bound import Bound
 from ._compiled import Compiled
 from ._inner import Backprop, Keep, Moment, descend, hurry
-from ._kernels import may_look, plain_kernels, precision_of
+from ._kernels import may_look, plain_kernels, precision_of, structure_of
 from ._learned import Learned, OwnNames
 from ._records import Batch, Fit, Places, Trace, all_finite, better, finite_rows, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
-from ._reuse import Reuse, find_prefix, passing
+from ._reuse import Reuse, find_prefix, held_by, serving
 from ._rules import LBFGS, Descent, Functional, Rates
-from ._sites import Reading, watch
+from ._sites import Reading, alone, watch
 from ._states import State, compact, device_of, rows_of, where
 from ._trees import (
     Inputs,
@@ -97,6 +97,7 @@ class Tailored(OwnNames):
         self.keep: Keep = "best" if self.rule.searches else keep
         self.tailoring = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self._places: dict[Any, Places] = {}
+        self._structure: object = None
         self._prepared = False
         self.compile_options: Mapping[str, Any] | None = None if compile is False else {} if compile is True else compile
         self._compiled: Compiled | None = None
@@ -200,12 +201,13 @@ class Tailored(OwnNames):
             (batch,) = self._batches(part)
             return self._answer(batch, self._fit(batch).state)[0]
 
-        self._batches(x)  # what it refuses must be refused here, with its own words
-        if not self._prepared:
-            self.prepare(x)
-        self._compiled = self._compiled or Compiled(answer, self.compile_options or {})
-        self._places["compiled"] = self._find_places(x)
-        return self._compiled(self._key(x), x, self.chunk, self._places["compiled"].answer_rows)
+        with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
+            self._batches(x)  # what it refuses must be refused here, with its own words
+            if not self._prepared:
+                self.prepare(x)
+            self._compiled = self._compiled or Compiled(answer, self.compile_options or {}, fills=self.adapt.rows(2) == 2)
+            self._places["compiled"] = self._find_places(x)
+            return self._compiled(self._key(x), x, self.chunk, self._places["compiled"].answer_rows)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._places.clear()  # the state's dtype follows the model's
@@ -231,13 +233,16 @@ class Tailored(OwnNames):
     def _reuse(self, prefix: tuple[str, ...]) -> Reuse | None:
         """Weights in training need the graph of every pass, and may move between two; frozen ones, or without gradients, need not."""
         if prefix and torch.is_grad_enabled():
-            weights = {name: list(self.net.get_submodule(name).parameters()) for name in prefix}
-            prefix = tuple(name for name in prefix if not any(p.requires_grad for p in weights[name]))
+            weights = {name: [t for t in held_by(self.net.get_submodule(name)) if isinstance(t, Tensor)] for name in prefix}
+            prefix = tuple(name for name in prefix if not any(t.requires_grad for t in weights[name]))
             prefix = prefix if any(weights[name] for name in prefix) else ()  # else nothing but activation functions is left
         return Reuse(self.net, prefix) if prefix else None
 
     def _find_places(self, x: Any) -> Places:
         key = "compiled" if torch.compiler.is_compiling() else self._key(x)
+        if key != "compiled" and self._structure is not (structure := structure_of(self.net)):
+            self._structure = structure
+            self._places.clear()
         if key not in self._places or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
             if torch.compiler.is_compiling():
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
@@ -308,11 +313,14 @@ class Tailored(OwnNames):
         keep = not torch.compiler.is_compiling() if keep is None else keep
 
         def run(reading: Reading, args: Any, kwargs: Any) -> Any:
-            return self.adapt.call(self.net, batch.sites, state, reading, args, kwargs, taps)
+            with serving(reuse, keep=keep):
+                return self.adapt.call(self.net, batch.sites, state, reading, args, kwargs, taps)
 
         args, kwargs = as_call(x)
         once = None if reuse is None else functools.partial(reuse.once, keep=keep)
-        with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"), passing(reuse, keep=keep):
+        if reuse is not None:
+            reuse.begin()
+        with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
             losses = self.loss(self.adapt.bind(Bound(self.net, run, x, seeds, step, keep=once), x), *args, **kwargs)
         check_losses(losses, queries)
         return self.adapt.reduce(losses, rows_of(state))
@@ -355,7 +363,7 @@ class Tailored(OwnNames):
         args, kwargs = model_call(batch.x)
 
         def run(state: State) -> Any:
-            with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"), passing(batch.reuse, keep=False):
+            with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"), serving(batch.reuse, keep=False):
                 return self.adapt.call(self.net, batch.sites, state, Reading(), args, kwargs)
 
         out = run(state)

@@ -72,6 +72,7 @@ class Shared(Adapter):
     def __init__(self, adapter: Adapter | None = None):
         self.adapter = CN() if adapter is None else adapter
         self.learned_start, self.plain_kernels = self.adapter.learned_start, self.adapter.plain_kernels
+        self.outer_products = self.adapter.outer_products
 
     def rows(self, queries: int) -> int:
         return 1

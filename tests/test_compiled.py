@@ -10,7 +10,7 @@ import torch
 from nets import drift, mlp, queries
 from torch import nn
 
-from tailoring import CN, Inputs, Tailored, Weights, losses
+from tailoring import CN, Inputs, Tailored, Weights, baselines, losses
 
 AOT = {"backend": "aot_eager"}
 
@@ -47,6 +47,25 @@ def test_a_few_programs_serve_all_batch_sizes():
     assert model._compiled is not None
     assert list(model._compiled.sizes.values()) == [[12, 2, 16, 32, 64, 200]]
     assert len(made) == 6
+
+
+def test_a_batch_whose_queries_see_each_other_is_not_filled_up():
+    model = Tailored(mlp(), drift, adapt=baselines.Shared(CN(nn.Tanh)), steps=2, lr=1e-1, compile=AOT)
+    with torch.no_grad():
+        for n in (6, 5, 3):
+            torch.testing.assert_close(model(queries(n)), model.replace(compile=False)(queries(n)))
+
+
+def test_old_sizes_may_be_compiled_anew_and_other_models_do_not_count():
+    model, made = counted(steps=1)
+    with torch.no_grad():
+        for n in [2**i for i in range(10)]:
+            model(queries(n))
+        model.net.requires_grad_(False)  # what dynamo has to look at again
+        model(queries(4))
+        for _ in range(10):
+            counted(steps=1)[0](queries(4))
+    assert len(made) == 11
 
 
 def test_chunks_share_one_program():

@@ -323,3 +323,12 @@ def test_the_hurried_loop_gives_up_where_a_number_is_not_finite():
 
     assert hurry(gradient, {"a": torch.zeros(2, 1)}, lambda name, step: 0.1, 2) is None
     assert hurry(lambda *a: (torch.ones(2), {"a": torch.tensor([[1.0], [torch.nan]])}), {"a": torch.zeros(2, 1)}, lambda *a: 0.1, 1) is None
+
+
+def test_a_shared_state_of_outer_products():
+    from tailoring import Tailored, Weights, baselines
+
+    net = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+    x = torch.randn(3, 2)
+    model = Tailored(net, lambda m, x: m(x).square().sum(1), adapt=baselines.Shared(Weights()), steps=2, lr=0.1)
+    assert torch.allclose(model(x), model.trace(x).prediction, atol=1e-6)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from tailoring import CN, Shift, Tailored, Weights, _reuse, baselines, losses, outer_losses
 from tailoring.nn import cifar_resnet
@@ -12,13 +18,14 @@ from tailoring.nn import cifar_resnet
 H = 5  # layers
 
 
+ROWS: Counter[nn.Module] = Counter()  # not in the layer: one that changes its own attributes is never reused
+
+
 class Counted(nn.Linear):
     """A layer that counts the rows that go through it."""
 
-    rows = 0
-
     def forward(self, input: Tensor) -> Tensor:
-        self.rows += len(input)
+        ROWS[self] += len(input)
         return super().forward(input)
 
 
@@ -38,9 +45,8 @@ ADAPTERS = [CN(LAST), Weights(f"{H - 1}.*"), Shift("2"), baselines.Shared(CN(LAS
 
 def rows_through(net: nn.Sequential) -> list[int]:
     counted = [m for m in net.modules() if isinstance(m, Counted)]
-    found = [m.rows for m in counted]
-    for m in counted:
-        m.rows = 0
+    found = [ROWS[m] for m in counted]
+    ROWS.clear()
     return found
 
 
@@ -238,3 +244,172 @@ def test_a_compiled_model_runs_the_prefix_once_too(adapt, loss, below):
     above = 2 if isinstance(adapt, Weights) else 1  # layers that run at every step
     views = 2 if isinstance(loss, losses.Smooth) else 1
     assert products == [(H + 1 - above) * below + above * (2 * views + 1)]
+
+
+class Remembers(nn.Linear):
+    last: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.last = super().forward(input)
+        return self.last
+
+
+class Conditioned(nn.Linear):
+    by: object = 0.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (1 + self.by)  # type: ignore[operator]
+
+
+class Odd(nn.Module):
+    """A first part that is more than a function of its tensors."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.remembers, self.conditioned, self.appends, self.wraps = Remembers(8, 8), Conditioned(8, 8), Appends(8, 8), Wraps(8, 8)
+        self.act, self.out = nn.Tanh(), nn.Linear(8, 8)
+        self.head = nn.Sequential(nn.Linear(8, 8), self.act)
+
+    def forward(self, x: Tensor, by: float = 0.0) -> Tensor:
+        skips: list[Tensor] = []
+        if self.how == "a hidden tensor":
+            return self.out(self.act(self.remembers(x))) + self.remembers.last
+        if self.how == "a condition":
+            self.conditioned.by = by
+            return self.out(self.act(self.conditioned(x)))
+        if self.how == "a condition with gradients":
+            self.conditioned.by = self.act(self.out(x))
+            return self.conditioned(x)
+        if self.how == "a list to append to":
+            return self.out(self.act(self.appends(x, skips))) + skips.pop()
+        if self.how == "an object":
+            box = self.wraps(x, np.ones(8))
+            box.h = self.act(box.h)
+            return self.out(box.h)
+        return self.out(self.act(self.remembers(x))) + self.head(x)  # "an adapted module in two places"
+
+
+class Appends(nn.Linear):
+    def forward(self, input: Tensor, skips: list[Tensor]) -> Tensor:  # type: ignore[override]
+        skips.append(super().forward(input))
+        return skips[-1].tanh()
+
+
+class Wraps(nn.Linear):
+    def forward(self, input: Tensor, _array: np.ndarray) -> SimpleNamespace:  # type: ignore[override]
+        return SimpleNamespace(h=super().forward(input))
+
+
+ODD = [
+    "a hidden tensor",
+    "a condition",
+    "a condition with gradients",
+    "a list to append to",
+    "an object",
+    "an adapted module in two places",
+]
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_modules_that_are_more_than_functions_of_their_tensors(monkeypatch, how):
+    def loss(model, x):
+        other = model(x, by=2.0) if how == "a condition" else model(1.3 * x)
+        return (model(x) - other).square().sum(1) + (model(x) - x).square().sum(1)
+
+    model = Tailored(Odd(how), loss, adapt=CN("act"), steps=3, lr=0.1)
+    with torch.no_grad():
+        expected = without_reuse(monkeypatch, model, X)
+        for _ in range(2):
+            assert torch.allclose(model(X), expected, atol=1e-5)
+
+
+def slope(model, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+
+
+def tangent(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def in_another_thread(model, x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.enable_grad()(model), 1.1 * x).result(10)
+
+
+def with_other_weights(model, x):
+    net = model._module
+    return torch.func.functional_call(net, {name: 1.5 * p.detach() for name, p in net.named_parameters()}, (x,)).detach() + model(x)
+
+
+def in_full_precision(model, x):
+    with torch.autocast("cpu", enabled=False):
+        return model(x)
+
+
+LOOKS = [slope, tangent, in_another_thread, with_other_weights, in_full_precision, lambda m, x: m.output_of("0.0", x)]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_losses_that_look_at_the_model_in_their_own_way(monkeypatch, look):
+    def loss(model, x):
+        return look(model, x).square().sum(1) + (0 if look is in_full_precision else model(x).square().sum(1))
+
+    model = Tailored(mlp(layer=nn.Linear), loss, adapt=CN(LAST), steps=3, lr=0.1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=look is in_full_precision):
+        assert torch.equal(model(X), without_reuse(monkeypatch, model, X))
+
+
+def test_a_hook_inside_the_prefix_hears_every_pass():
+    net = mlp()
+    heard: list[Tensor] = []
+    net[0][0].register_forward_hook(lambda *_: heard.append(_[-1]))  # type: ignore[index]
+    model = Tailored(net, drift, adapt=CN(LAST), steps=2, lr=0.1)
+    with torch.no_grad():
+        model(X)
+        heard.clear()
+        model(X)
+    assert len(heard) == 3
+
+
+def test_inference_tensors_outside_their_mode():
+    with torch.inference_mode():
+        x = X * 1
+    with torch.no_grad():
+        assert torch.equal(Tailored(mlp().requires_grad_(False), drift, adapt=CN(LAST))(x), Tailored(mlp(), drift, adapt=CN(LAST))(X))
+
+
+def test_a_tensor_that_trains_and_is_no_parameter():
+    class Scaled(nn.Linear):
+        own: Tensor
+
+        def forward(self, input):
+            return super().forward(input) * self.own
+
+    layer = Scaled(8, 8).requires_grad_(False)
+    layer.own = torch.ones(8, requires_grad=True)
+    Tailored(nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 4)), drift, adapt=CN("1"))(X).sum().backward()
+    assert layer.own.grad is not None
+
+
+def test_fresh_noise_is_not_kept_for_ever(monkeypatch):
+    made: list[_reuse.Reuse] = []
+    monkeypatch.setattr("tailoring._tailored.Reuse", lambda *args: made.append(_reuse.Reuse(*args)) or made[-1])
+    with torch.no_grad():
+        Tailored(mlp(), losses.Smooth(0.1, fresh=True), adapt=CN(LAST), steps=20)(X)
+    assert max(len(kept) for kept in made[-1]._kept.values()) <= 4
+
+
+def test_other_modules_are_looked_at_anew():
+    net = mlp()
+    model = Tailored(net, drift, adapt=CN(LAST), steps=2)
+    with torch.no_grad():
+        assert "0" in model.trace(X).ran_once
+        net[0] = nn.Sequential(nn.Linear(8, 8), Noisy())
+        assert "0" not in model.trace(X).ran_once
+        net[0].append(nn.Dropout())  # type: ignore[operator]
+        with pytest.raises(ValueError, match="drops units"):
+            model(X)
