@@ -162,10 +162,10 @@ def test_public_weights_on_real_images(cifar, tmp_path):
         right = torch.cat([net.eval()(part.float() / 255).argmax(1) for part in images[:1000].split(250)]) == labels[:1000]
     assert 0.89 < float(right.double().mean()) < 0.945  # 91.7 % on all 10,000
     config = certify.Config(
-        weights,
-        "resnet20",
-        "pad",
-        "imagenet",
+        weights=weights,
+        network="resnet20",
+        shortcut="pad",
+        statistics="imagenet",
         out=tmp_path,
         data_dir=cifar,
         sigma=0.03,

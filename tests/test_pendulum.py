@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import mse_loss
 
 from tailoring import outer_losses
-from tailoring.experiments import _compiled, pendulum
+from tailoring.experiments import _compiled_step, pendulum
 from tailoring.experiments import _pendulum_data as data
 from tailoring.experiments import _pendulum_plan as plan
 from tailoring.experiments import _pendulum_report as reports
@@ -224,7 +224,7 @@ def test_training_is_adam_on_the_error(kind):
     net, x, y = kind(1, 8), *torch.randn(2, 6, 2)
     twin = deepcopy(net)
     objective = Error(net)
-    losses = list(fit(_compiled.plain_step(objective), dict(objective.named_parameters()), (x, y), 5))
+    losses = list(fit(_compiled_step.plain_step(objective), dict(objective.named_parameters()), (x, y), 5))
     optimizer, expected = torch.optim.Adam(twin.parameters(), 1e-3, weight_decay=1e-5), []
     for _ in range(5):
         optimizer.zero_grad()
@@ -251,7 +251,7 @@ def test_single_steps_in_a_row_are_the_outer_losses(backprop):
 
 def test_compiled_training_is_training(monkeypatch):
     """Also for another seed and inner step size than what was compiled; second order, whose code once crashed."""
-    monkeypatch.setattr(_compiled, "_compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))  # no C++, and much faster
+    monkeypatch.setattr(_compiled_step, "_compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))  # no C++, and much faster
     motion = simulated(rows=40)
     first = Training("simulated", "forward", "mlp", 0, steps=2, lr=0.1, backprop="all", width=4, iterations=3, marks=1)
     for t in (first, replace(first, seed=1, lr=0.3)):
@@ -267,10 +267,17 @@ def test_repeats_are_merged_and_nothing_else():
 
     x, y = torch.randn(2, 5)
     made = make_fx(function)(x, y)
-    _compiled.merge_repeats(made.graph)
+    _compiled_step.merge_repeats(made.graph)
     made.recompile()
     assert sum(node.target is torch.ops.aten.sin.default for node in made.graph.nodes) == 2
     torch.testing.assert_close(made(x, y), function(x, y))
+
+
+def test_random_numbers_are_drawn_anew_each_time():
+    made = make_fx(lambda x: torch.rand_like(x) - torch.rand_like(x))(torch.zeros(5))
+    _compiled_step.merge_repeats(made.graph)
+    made.recompile()
+    assert made(torch.zeros(5)).abs().sum() > 0
 
 
 def test_one_training_of_each_shape_comes_first_then_the_longest():

@@ -233,7 +233,7 @@ def test_the_settings_of_the_search_do_what_they_say():
     moved = tailored(net, Inner(lr=0.7, normalised=True)).tailor(x)
     lengths = sum(((t - float("gamma" in name)) ** 2).sum(1) for name, t in moved.items()).sqrt()
     torch.testing.assert_close(lengths, torch.full((2,), 0.7), rtol=1e-3, atol=0)
-    assert all(tailored(net, inner) for inner in regimes(Inner()).values())
+    assert all(tailored(net, inner, backprop=inner.backprop) for inner in regimes(Inner()).values())
 
 
 # A whole, tiny run

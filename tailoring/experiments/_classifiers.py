@@ -16,12 +16,13 @@ from tailoring.nn import BasicBlock, Bottleneck, EfficientNetLite0, InvertedResi
 from tailoring.nn._resnet import CIFAR, IMAGENET
 
 Network = Literal["resnet8", "resnet20", "resnet56", "resnet110", "resnet50", "efficientnet-lite0"]
+Backprop = Literal["none", "last", "all"]
 LARGE = ("resnet50", "efficientnet-lite0")  # networks for images of 224 pixels
 SHORTEST = 1e-6  # a gradient below this length is not made longer
 
 
-@dataclass(frozen=True)
-class Inner:
+@dataclass(frozen=True, kw_only=True)
+class Tailoring:
     """How a classifier tailors itself to a noisy image: the paper's choice, and the others that are searched."""
 
     nu: float = 0.1
@@ -40,7 +41,13 @@ class Inner:
     """weights: those of the last of the chosen blocks, in place of scales and shifts"""
     normalised: bool = False
     """step by `lr` along each query's gradient, however short that is"""
-    backprop: Literal["none", "last", "all"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner(Tailoring):
+    """The same, in training."""
+
+    backprop: Backprop = "none"
     """order of meta-tailoring; the paper's is first order"""
 
 
@@ -58,7 +65,7 @@ def blocks(net: nn.Module) -> list[str]:
     return [name for name, module in net.named_modules() if isinstance(module, BasicBlock | Bottleneck | InvertedResidual)]
 
 
-def tailored(net: nn.Module, inner: Inner, *, compile: bool = False) -> Tailored:
+def tailored(net: nn.Module, inner: Tailoring, *, backprop: Backprop = "none", compile: bool = False) -> Tailored:
     """The classifier that makes its features smooth around each image before it answers."""
     names = blocks(net)
     half = (len(names) + 1) // 2
@@ -71,7 +78,7 @@ def tailored(net: nn.Module, inner: Inner, *, compile: bool = False) -> Tailored
         steps=inner.steps,
         lr=inner.lr / SHORTEST if inner.normalised else inner.lr,
         clip=SHORTEST if inner.normalised else None,
-        backprop=inner.backprop,
+        backprop=backprop,
         compile=compile,
     )
 

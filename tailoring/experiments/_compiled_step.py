@@ -52,8 +52,13 @@ def merge_repeats(graph: fx.Graph) -> None:
     """Compute once what is computed twice: an outer loss and the next inner step begin with the same forward pass."""
     seen: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op == "call_function":
+        if node.op == "call_function" and not node.is_impure() and not _draws(node.target):
             first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
+
+
+def _draws(operator: Any) -> bool:
+    """Whether it draws random numbers, others at each call."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 from tailoring import Tailored
 
-from ._compiled import Parameters, Step
+from ._compiled_step import Parameters, Step
 
 
 class Error(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ._cache import cached
-from ._compiled import Step, compiled_step, plain_step
+from ._compiled_step import Step, compiled_step, plain_step
 from ._pendulum_data import Labels, Law, Motion, Name
 from ._pendulum_fit import Error, OuterError, fit
 from ._pendulum_nets import HNN, MLP, tailored

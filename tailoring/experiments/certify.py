@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tailoring.nn import load_weights
 from tailoring.smoothing import Smoothed, average_radius, certified_accuracy
 
-from ._classifiers import LARGE, Inner, Network, build, count_classes, read_weights, tailored
+from ._classifiers import LARGE, Network, Tailoring, build, count_classes, read_weights, tailored
 from ._images import Images, TensorImages, cifar10, data_folder, image_folder
 from ._report import Table
 from ._rows import Row, Rows, read_folder
@@ -22,8 +22,8 @@ from ._rows import Row, Rows, read_folder
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(Tailoring):
     """What is certified, and how. The defaults are Cohen et al.'s and the tailoring paper's."""
 
     HOW: ClassVar = frozenset({"out", "data_dir", "accelerator", "compile", "engine", "address", "workers"})
@@ -50,22 +50,6 @@ class Config:
     """noise that the network was trained with"""
     tailor: bool = True
     """tailor every noisy sample; --no-tailor certifies the network as it is"""
-    nu: float = 0.1
-    """noise of the tailoring loss, Sec. 5.4"""
-    lr: float = 0.1
-    """App.: chosen among 1e-3 to 1"""
-    steps: int = 1
-    """App."""
-    views: int = 1
-    """noisy views in the tailoring loss"""
-    features: Literal["penultimate", "middle", "logits"] = "penultimate"
-    """that must not change under noise, Sec. 5.4"""
-    where: Literal["all", "lower", "upper"] = "all"
-    """blocks that are tailored"""
-    adapt: Literal["cn", "weights"] = "cn"
-    """a scale and shift after each block, or the weights of the last one"""
-    normalised: bool = False
-    """steps of length lr, whatever the gradient's"""
     n0: int = 100
     """samples for the guess"""
     n: int = 100_000
@@ -97,10 +81,6 @@ class Config:
     @property
     def pixels(self) -> int:
         return self.size or (224 if self.network in LARGE else 32)
-
-    @property
-    def inner(self) -> Inner:
-        return Inner(self.nu, self.lr, self.steps, self.views, self.features, self.where, self.adapt, self.normalised)
 
 
 def run(config: Config, progress: Progress = lambda what, done, total: None, images: Images | None = None) -> Path:
@@ -153,7 +133,7 @@ def _classifier(config: Config, state: dict[str, Any]) -> nn.Module:
     device = _device(config)
     net = net.eval().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if config.tailor:
-        return tailored(net, config.inner, compile=config.compile).eval()
+        return tailored(net, config, compile=config.compile).eval()
     if config.compile:
         net.compile(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else None)
     return net

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tailoring import Tailored
 from tailoring.nn import load_weights
 
 from . import certify
-from ._classifiers import Inner, build, count_classes, read_weights, restricted, tailored
+from ._classifiers import Tailoring, build, count_classes, read_weights, restricted, tailored
 from ._images import Images, Splits, cifar10_splits, data_folder, folder_splits, made_splits
 from ._rows import Rows
 from ._smoothing_config import Config as Config
@@ -101,7 +101,7 @@ class Bench:
     def learner(self, t: Training) -> Learner:
         torch.manual_seed(self.config.seed)
         net = self.network(t).eval()  # the loss decides itself when BatchNorm's statistics train
-        model = tailored(net, t.inner) if t.inner.steps else net
+        model = tailored(net, t.inner, backprop=t.inner.backprop) if t.inner.steps else net
         settings = {"macer": self.config.macer, "smoothadv": self.config.smoothadv}
         loss = RobustLoss(model, t.method, t.noise, seed=self.config.seed, frozen=t.frozen, augment=self.config.augment, **settings).to(
             self.fabric.device
@@ -157,7 +157,8 @@ class Bench:
 
     def certify_config(self, c: Certification, every: int, most: int) -> certify.Config:
         config, inner = self.config, c.inner
-        settings = {name: getattr(inner, name) for name in ("lr", "steps", "views", "features", "where", "adapt", "normalised")}
+        settings = {f.name: getattr(inner, f.name) for f in fields(Tailoring)}
+        settings["nu"] = inner.nu or Tailoring().nu  # of an untailored network it says nothing
         return certify.Config(
             weights=self.weights / f"{c.training.name}.safetensors",
             network=config.network,
@@ -167,7 +168,6 @@ class Bench:
             size=config.size,
             sigma=c.training.sigma,
             tailor=inner.nu > 0,
-            nu=inner.nu or Inner().nu,  # of an untailored network it says nothing
             **settings,
             n0=config.n0,
             n=c.n,
