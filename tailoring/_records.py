@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._adapt import Site
 from ._inner import Moment
-from ._reuse import Reuse
+from ._reuse import Prefix, Reuse
 from ._states import State, where
 from ._trees import map_tensors, tensors
 
@@ -46,7 +46,7 @@ class Places(NamedTuple):
     """What is known of a model for inputs of one shape."""
 
     sites: tuple[Site, ...]
-    prefix: tuple[str, ...]  # modules that lie below the first site, and can run once for all steps
+    prefix: Prefix  # modules that lie below the first site, and can run once for all steps
     answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
 
 

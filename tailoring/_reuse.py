@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from ._kernels import all_modules, plain_kernels
 from ._sites import Reading, Seen, first_and_another, intercepted
 from ._trees import map_tensors, model_call, tensors
 
+Prefix = Mapping[str, tuple[str, ...]]  # modules whose answers can be kept; of each, where the numbers are that it may look at
 WORTH_IT = 0.1  # of the multiplications of a forward pass; a smaller prefix costs more to look after than it saves
 
 
@@ -88,8 +89,6 @@ def _circumstances(spec: Any, given: list[Any]) -> Any:
 
 def held_by(module: nn.Module) -> list[Any]:
     """All that a module and those below it own: a module with another attribute than before may answer otherwise."""
-    if torch.compiler.is_compiling():  # numbers at least, which dynamo knows; tensors were watched when the prefix was found
-        return [v for m in module.modules() for v in m.__dict__.values() if isinstance(v, bool | int | float | str)]
     found: list[Any] = []
     for m in all_modules(module):
         for key, value in vars(m).items():
@@ -105,9 +104,9 @@ def held_by(module: nn.Module) -> list[Any]:
 class Reuse:
     """What the passes of one batch have in common: answers of the modules named, and what the loss makes of the queries alone."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...]):
-        self.model = model
-        self.names = tuple(name for name in names if not _hooked_below(model.get_submodule(name)))
+    def __init__(self, model: nn.Module, prefix: Prefix):
+        self.model, self._prefix = model, prefix
+        self.names = tuple(name for name in prefix if not _hooked_below(model.get_submodule(name)))
         self.used: set[str] = set()
         self._kept: dict[str, list[_Kept]] = {}
         self._made: list[tuple[Any, list[int]]] = []
@@ -140,7 +139,7 @@ class Reuse:
         given, spec = pytree.tree_flatten((args, kwargs))
         if not _keepable(given):
             return forward(*args, **kwargs)
-        held, circumstances = held_by(module), _circumstances(spec, given)
+        held, circumstances = self._held(name, module), _circumstances(spec, given)
         for kept in self._kept.get(name, ()):
             if kept.answers(given, held, circumstances):
                 kept.asked = self._pass
@@ -157,10 +156,17 @@ class Reuse:
         leaves, out_spec = pytree.tree_flatten(out)
         now = _Kept(given, leaves, out_spec, held, _versions([*given, *leaves, *held]), circumstances, self._pass)
         after, after_spec = pytree.tree_flatten((args, kwargs))
-        untouched = spec == after_spec and before == _versions([*given, *held]) and now.answers(after, held_by(module), circumstances)
+        untouched = (
+            spec == after_spec and before == _versions([*given, *held]) and now.answers(after, self._held(name, module), circumstances)
+        )
         if untouched and all(map(_constant, leaves)):
             self._kept.setdefault(name, []).append(now)
         return out
+
+    def _held(self, name: str, module: nn.Module) -> list[Any]:
+        if torch.compiler.is_compiling():  # numbers at least, which dynamo follows; tensors were watched when the prefix was found
+            return [_at(self.model, path) for path in self._prefix[name]]
+        return held_by(module)
 
 
 def _keepable(given: list[Any]) -> bool:
@@ -180,12 +186,12 @@ def serving(reuse: Reuse | None, *, keep: bool) -> AbstractContextManager[None]:
     return nullcontext() if reuse is None else reuse.serving(keep=keep)
 
 
-def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: Any) -> tuple[str, ...]:
+def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: Any) -> Prefix:
     """The modules whose answers can be kept from pass to pass, if they are worth it: found by trying it on two queries."""
     outputs, weights = ({model.get_submodule(s.module) for s in sites if bool(s.local) == local} for local in (False, True))
     names = tuple(_outermost(model, "", outputs, weights))
     if _share(model, names, seen) < WORTH_IT:
-        return ()
+        return {}
     x = first_and_another(x)
     args, kwargs = model_call(x)
     state = adapt.init(model, sites, adapt.rows(2), tensors(x)[0].device)
@@ -198,9 +204,22 @@ def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: A
         return reuse
 
     with torch.no_grad(), plain_kernels(model, graph=adapt.plain_kernels):
-        found, again = passes(Reuse(model, names), 2), passes(Reuse(model, names), 1)
-    prefix = tuple(name for name in names if name in found.used and _alike(found._kept[name], again._kept.get(name, [])))
-    return prefix if _share(model, prefix, seen) >= WORTH_IT else ()
+        every = {name: _numbers(model, name) for name in names}
+        found, again = passes(Reuse(model, every), 2), passes(Reuse(model, every), 1)
+    prefix = {name: every[name] for name in names if name in found.used and _alike(found._kept[name], again._kept.get(name, []))}
+    return prefix if _share(model, tuple(prefix), seen) >= WORTH_IT else {}
+
+
+def _numbers(model: nn.Module, name: str) -> tuple[str, ...]:
+    """Where a module and those below it hold numbers that a loss may change between two passes: not in PyTorch's own layers."""
+    below = model.get_submodule(name).named_modules(prefix=name)
+    own = [(path, m) for path, m in below if not type(m).__module__.startswith("torch.nn.")]
+    return tuple(f"{path}.{key}" for path, m in own for key, v in vars(m).items() if isinstance(v, bool | int | float | str))
+
+
+def _at(model: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
 
 
 def _outermost(module: nn.Module, name: str, outputs: set[nn.Module], weights: set[nn.Module]) -> Iterator[str]:

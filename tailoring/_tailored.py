@@ -18,7 +18,7 @@ from ._kernels import may_look, plain_kernels, precision_of, structure_of
 from ._learned import Learned, OwnNames
 from ._records import Batch, Fit, Places, Trace, all_finite, better, finite_rows, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
-from ._reuse import Reuse, find_prefix, held_by, serving
+from ._reuse import Prefix, Reuse, find_prefix, held_by, serving
 from ._rules import LBFGS, Descent, Functional, Rates
 from ._sites import Reading, alone, watch
 from ._states import State, compact, device_of, rows_of, where
@@ -230,12 +230,14 @@ class Tailored(OwnNames):
         parts = split_rows([x, start, seeds], self.chunk)
         return [Batch(part, count_rows(part), sites, own_seeds, own_start, self._reuse(prefix)) for part, own_start, own_seeds in parts]
 
-    def _reuse(self, prefix: tuple[str, ...]) -> Reuse | None:
+    def _reuse(self, prefix: Prefix) -> Reuse | None:
         """Weights in training need the graph of every pass, and may move between two; frozen ones, or without gradients, need not."""
         if prefix and torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                return None
             weights = {name: [t for t in held_by(self.net.get_submodule(name)) if isinstance(t, Tensor)] for name in prefix}
-            prefix = tuple(name for name in prefix if not any(t.requires_grad for t in weights[name]))
-            prefix = prefix if any(weights[name] for name in prefix) else ()  # else nothing but activation functions is left
+            prefix = {name: prefix[name] for name in prefix if not any(t.requires_grad for t in weights[name])}
+            prefix = prefix if any(weights[name] for name in prefix) else {}  # else nothing but activation functions is left
         return Reuse(self.net, prefix) if prefix else None
 
     def _find_places(self, x: Any) -> Places:
