@@ -27,7 +27,7 @@ from tailoring.experiments._contrastive_linear import Task, fit
 from tailoring.experiments._contrastive_nets import Pretraining, SimCLR, mlp, nt_xent
 from tailoring.experiments._contrastive_plan import Config, Variant
 from tailoring.experiments._contrastive_report import METHODS, Results, tables
-from tailoring.experiments._contrastive_results import Setting, best, best_decays, settings
+from tailoring.experiments._contrastive_results import Setting, best, best_decays, best_of_image, settings
 from tailoring.experiments._contrastive_tailor import (
     Classifier,
     Encoder,
@@ -514,7 +514,16 @@ def test_a_run_holds_every_method_and_control(finished):
     assert {"encoder", "plain-choice", "choice", "result", "rotation", "ttt", "cn-choice", "cn"} <= set(kinds)
     assert {name for row in rows if row["kind"] == "result" for name in row} >= set(METHODS)
     tried = [(row["variant"]["use"], row["variant"]["negatives"], row["views"]) for row in rows if row["kind"] == "choice"]
-    assert len(tried) == len(set(tried)) == len(TINY.variants) + 1  # every variant with all views, the best one with fewer
+    assert len(tried) == len(set(tried))
+    chosen, of_image = best(settings(rows)).variant, best_of_image(settings(rows)).variant
+    assert len(tried) == len(TINY.variants) + len({chosen, of_image})  # every variant with all views, the best ones with fewer
+    assert of_image.use in ("anchor", "shared")
+
+
+def test_the_best_without_averaging_is_found_where_averaging_is_better():
+    averaging, own, other = (Setting(Variant(use), 4, 2, 1.0) for use in ("each", "shared", "anchor"))
+    found = [(own, 0.7), (averaging, 0.9), (other, 0.6)]
+    assert (best(found), best_of_image(found), best_of_image(found[1:2])) == (averaging, own, None)
 
 
 def test_views_are_computed_once(finished):

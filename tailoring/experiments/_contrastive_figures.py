@@ -14,6 +14,7 @@ SHOWN = {
     "plain": "plain",
     "meta": "meta-tailored",
     "mean": "mean of the views",
+    "meta-image": "meta-tailored, without averaging",
     "augmented": "trained on views",
     "tailored": "tailored at prediction only",
 }

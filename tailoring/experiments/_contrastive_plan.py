@@ -24,6 +24,11 @@ class Variant:
     """views of other training images in the denominator of NT-Xent"""
 
     @property
+    def averages(self) -> bool:
+        """Whether views are classified, in place of the image: then a gain may be that of averaging alone."""
+        return self.use in ("mean", "each")
+
+    @property
     def name(self) -> str:
         return f"{self.use}, {f'{self.negatives} negatives' if self.negatives else 'no negatives'}"
 

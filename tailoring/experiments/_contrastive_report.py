@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ._contrastive_figures import pictures
 from ._contrastive_plan import Variant
-from ._contrastive_results import Setting, best, best_decays, settings
+from ._contrastive_results import Setting, best, best_decays, best_of_image, settings
 from ._report import Estimate, Table, about, write
 from ._rows import Row, read_folder
 
@@ -24,6 +24,10 @@ METHODS = {
     "meta-0": "meta-tailored, asked without tailoring",
     "meta": "meta-tailored",
     "meta-paper": "meta-tailored, the paper's steps and lr",
+    "tailored-image": "without averaging: tailored at prediction only",
+    "meta-image-0": "without averaging: meta-tailored, asked without tailoring",
+    "meta-image": "without averaging: meta-tailored",
+    "meta-image-paper": "without averaging: meta-tailored, the paper's steps and lr",
 }
 
 
@@ -69,7 +73,7 @@ def _factor(labels: Sequence[int], plain: Sequence[float], place: int, reached: 
 
 
 def tables(results: Results) -> list[Table]:
-    made = [_accuracies(results), _gains(results), _ttt(results), _ablation(results), _grid(results), _cn(results), _facts(results)]
+    made = [_accuracies(results), _gains(results), _ttt(results), _ablation(results), *_grids(results), _cn(results), _facts(results)]
     return [table for table in made if table is not None]
 
 
@@ -98,8 +102,8 @@ def _accuracies(results: Results) -> Table | None:
 
 def _note(results: Results) -> str:
     seeds = len(results.config["seeds"])
-    row = next((r for r in results.of("result") if r["trained"] == "meta"), None)
-    chosen = f" Meta-tailored: {_setting(row['setting']).name}, chosen on validation." if row else ""
+    names = [(label, r) for name, label in METHODS.items() for r in results.of("result") if r["trained"] == name in ("meta", "meta-image")]
+    chosen = "".join(f" {label[0].upper()}{label[1:]}: {_setting(row['setting']).name}, chosen on validation." for label, row in names)
     return f"± standard error over {seeds} trainings of the linear layer, one encoder and one test set.{chosen}"
 
 
@@ -116,15 +120,16 @@ def _gains(results: Results) -> Table | None:
         note=f"?: no larger than the spread explains (95 %). The paper: {PAPER_GAIN[0]} to {PAPER_GAIN[1]} points, as much as doubling the "
         "labels. Worth: by what factor labels would have to be added for the plain layer to be as good (interpolated on a log axis).",
     )
-    others = ("meta", "meta-paper", "tailored", "mean", "augmented", "augmented-mean")
+    others = ("meta", "meta-paper", "tailored", "mean", "augmented", "augmented-mean", "meta-image", "meta-image-paper", "tailored-image")
     pairs = [(name, "plain") for name in others] + [("meta", "mean"), ("meta", "augmented"), ("meta", "augmented-mean"), ("meta", "meta-0")]
+    pairs += [("meta-image", "mean"), ("meta-image", "meta-image-0")]
     for name, over in pairs:
         if over == "mean" and name == "meta":
             table.rows.append(())
         if {name, over} <= results.methods.keys():
             table.rows.append((f"{METHODS[name]} - {METHODS[over]}", *_points(results.gain(name, over))))
     table.rows.append(())
-    for name in ("meta", "mean", "augmented"):
+    for name in ("meta", "mean", "augmented", "meta-image"):
         if name in results.methods:
             cells = [f"{beyond} x {factor:.2f}".strip() for factor, beyond in results.worth(name)]
             table.rows.append((f"worth: {METHODS[name]}", *cells))
@@ -170,11 +175,17 @@ def _ablation(results: Results) -> Table | None:
     return table
 
 
-def _grid(results: Results) -> Table | None:
+def _grids(results: Results) -> list[Table]:
+    """Of the best variant, and of the best that does not average views."""
     plain, found = results.one("plain-choice"), settings(results.rows)
     if plain is None or not found:
-        return None
-    base, variant = best_decays(plain["accuracy"])[1], best(found).variant
+        return []
+    variants = dict.fromkeys(setting.variant for setting in (best(found), best_of_image(found)) if setting)
+    return [_grid(results, variant, best_decays(plain["accuracy"])[1]) for variant in variants]
+
+
+def _grid(results: Results, variant: Variant, base: float) -> Table:
+    found = settings(results.rows)
     lrs = results.config["lrs"]
     table = Table(
         f"The paper's grid with {variant.name}: validation accuracy in points relative to plain",
@@ -238,6 +249,8 @@ def verdict(results: Results) -> str:
         lines.append(f"Worth a doubling of the labels or more: at {doubled} of {known} numbers of labels where that can be told.")
     if {"mean", "meta"} <= results.methods.keys():
         lines.append(f"Meta-tailoring against the mean of the same views: {_range(results.gain('meta', 'mean'))}.")
+    if {"plain", "meta-image"} <= results.methods.keys():
+        lines.append(f"Without averaging views, against plain: {_range(results.gain('meta-image', 'plain'))}.")
     row = results.one("ttt")
     if row is not None:
         still, last = row["lrs"].index(0.0), row["lrs"].index(max(row["lrs"]))

@@ -48,6 +48,12 @@ def best(found: Iterable[tuple[Setting, float]]) -> Setting:
     return max(found, key=lambda pair: pair[1])[0]
 
 
+def best_of_image(found: Iterable[tuple[Setting, float]]) -> Setting | None:
+    """The best of those that classify the image itself, not its views; None if none was tried."""
+    own = [pair for pair in found if not pair[0].variant.averages]
+    return best(own) if own else None
+
+
 def papers(config: Config, variant: Variant) -> Setting:
     """The setting that the paper chose, for what it leaves open."""
     return Setting(variant, config.most_views, config.steps, config.paper_lr)

@@ -18,7 +18,7 @@ from ._contrastive_plan import Config as Config
 from ._contrastive_plan import Variant
 from ._contrastive_plan import quick as quick
 from ._contrastive_report import report as report
-from ._contrastive_results import Setting, best, best_decays, papers, settings
+from ._contrastive_results import Setting, best, best_decays, best_of_image, papers, settings
 from ._rows import Rows
 from ._train import Progress
 
@@ -57,9 +57,9 @@ def _choose(bench: Bench, rows: Rows) -> None:
         rows.add(kind="plain-choice", accuracy=_validated(bench, bench.train.plain[None], c.grid_labels, c.grid_seeds)[0])
     for variant in c.variants:
         _try(bench, rows, variant, c.most_views)
-    chosen = best(settings(rows)).variant
-    for views in c.views:
-        _try(bench, rows, chosen, views)
+    chosen = [best(settings(rows)), best_of_image(settings(rows))]
+    for variant, views in product(dict.fromkeys(setting.variant for setting in chosen if setting), c.views):
+        _try(bench, rows, variant, views)
 
 
 def _try(bench: Bench, rows: Rows, variant: Variant, views: int) -> None:
@@ -90,8 +90,8 @@ def _validated(bench: Bench, features: Tensor, labels: Sequence[int], seeds: Seq
 def _linear_layers(bench: Bench, rows: Rows) -> None:
     """Layers trained on one kind of representation, with the weight decays that are best on validation, and asked of several kinds."""
     c = bench.config
-    setting = best(settings(rows))
-    for trained, (features, asked) in _kinds(bench, setting).items():
+    setting, of_image = best(settings(rows)), best_of_image(settings(rows))
+    for trained, (features, asked, own) in (_kinds(bench, setting) | _kinds_of_image(bench, of_image)).items():
         if rows.has(kind="result", trained=trained):
             continue
         bench.progress(f"linear layers: {trained}", 0, 1)
@@ -100,43 +100,50 @@ def _linear_layers(bench: Bench, rows: Rows) -> None:
         decays = [c.decays[place] for place in best_decays(validation)[0]]
         tests = {name: make() for name, make in asked.items()}
         accuracy = dict(zip(tests, _tested(bench, on, [decays], tests.values()), strict=True))
-        own = _named(bench, trained, setting)
-        moved = bench.moved(own) if own and trained != "plain" else None
+        moved = bench.moved(own) if own and trained.startswith("meta") else None
         named = None if own is None else asdict(own)
         rows.add(kind="result", trained=trained, setting=named, decays=decays, validation=validation, moved=moved, **accuracy)
 
 
 Make = Callable[[], Tensor]
+Kind = tuple[Make, dict[str, Make], Setting | None]  # what layers are trained on; what they are asked of, by method; how that is tailored
 
 
-def _kinds(bench: Bench, setting: Setting) -> dict[str, tuple[Make, dict[str, Make]]]:
-    """What layers are trained on, and what they are asked of, by the name of the method that this makes."""
+def _kinds(bench: Bench, setting: Setting) -> dict[str, Kind]:
     by_paper = papers(bench.config, setting.variant)
-
-    def tailored(of: Setting, part: str) -> Make:
-        return lambda: bench.tailored(of, getattr(bench, part))[of.steps - 1]
-
-    def plain() -> Tensor:
-        return bench.test.plain
+    train, test, plain = _tailored(bench, "train"), _tailored(bench, "test"), lambda: bench.test.plain
 
     def mean() -> Tensor:
         return _mean(bench.test.views)
 
     return {
-        "plain": (lambda: bench.train.plain, {"plain": plain, "tailored": tailored(setting, "test")}),
-        "mean": (lambda: _mean(bench.train.views), {"mean": mean}),
-        "views": (lambda: bench.train.views, {"augmented": plain, "augmented-mean": mean}),
-        "meta": (tailored(setting, "train"), {"meta": tailored(setting, "test"), "meta-0": plain}),
-        "meta-paper": (tailored(by_paper, "train"), {"meta-paper": tailored(by_paper, "test")}),
+        "plain": (lambda: bench.train.plain, {"plain": plain, "tailored": test(setting)}, setting),
+        "mean": (lambda: _mean(bench.train.views), {"mean": mean}, None),
+        "views": (lambda: bench.train.views, {"augmented": plain, "augmented-mean": mean}, None),
+        "meta": (train(setting), {"meta": test(setting), "meta-0": plain}, setting),
+        "meta-paper": (train(by_paper), {"meta-paper": test(by_paper)}, by_paper),
     }
+
+
+def _kinds_of_image(bench: Bench, own: Setting | None) -> dict[str, Kind]:
+    """The best setting that does not average views, whose gain cannot be that of averaging; it may be the best of all."""
+    if own is None:
+        return {}
+    by_paper = papers(bench.config, own.variant)
+    train, test = _tailored(bench, "train"), _tailored(bench, "test")
+    return {
+        "plain-image": (lambda: bench.train.plain, {"tailored-image": test(own)}, own),
+        "meta-image": (train(own), {"meta-image": test(own), "meta-image-0": lambda: bench.test.plain}, own),
+        "meta-image-paper": (train(by_paper), {"meta-image-paper": test(by_paper)}, by_paper),
+    }
+
+
+def _tailored(bench: Bench, part: str) -> Callable[[Setting], Make]:
+    return lambda of: lambda: bench.tailored(of, getattr(bench, part))[of.steps - 1]
 
 
 def _mean(views: Tensor) -> Tensor:
     return views.float().mean(1).half()
-
-
-def _named(bench: Bench, trained: str, setting: Setting) -> Setting | None:
-    return {"plain": setting, "meta": setting, "meta-paper": papers(bench.config, setting.variant)}.get(trained)
 
 
 def _tested(bench: Bench, on: Tensor, decays: Sequence[Sequence[float]], tests) -> Iterator[list]:
