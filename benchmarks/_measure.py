@@ -6,6 +6,7 @@ Times of different machines cannot be compared, so none is shown without its rat
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import resource
@@ -80,9 +81,17 @@ def _single(options: Options, setting: Mapping[str, Any]) -> Options:
 
 
 def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
-    """Median time of a run, and peak memory: on CUDA above what was held before, on a CPU of the whole process."""
+    """Median time of a run, and peak memory: on CUDA above what was held before, on a CPU of the whole process.
+
+    A replayed CUDA graph allocates nothing: what it holds on to is in `held_bytes`, all that the case took of the device.
+    """
     cuda = options.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
+    if cuda:
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved() if cuda else 0
     try:
         run = cases[name]()
         begin = time.perf_counter()
@@ -108,8 +117,9 @@ def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
     except Exception as error:  # one case that fails, say for want of memory, must not cost the others
         return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     times = [seconds / getattr(run, "units", 1) for seconds in times]
+    memory = {"held_bytes": torch.cuda.max_memory_reserved() - held} if cuda else {}
     peak = torch.cuda.max_memory_allocated() - before if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": sorted(times)[len(times) // 2], "runs": len(times) * repeats, "first_runs": first, "peak_bytes": peak}
+    return {"seconds": sorted(times)[len(times) // 2], "runs": len(times) * repeats, "first_runs": first, "peak_bytes": peak, **memory}
 
 
 def _in_a_process_of_its_own(options: Options, setting: Mapping[str, Any], name: str) -> dict[str, Any]:

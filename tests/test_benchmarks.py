@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = {
     "overhead": ["--width", "8"],
     "depth": ["--queries", "4", "--layers", "2", "--width", "8", "--steps", "1", "--only", "CN last layer"],
+    "architectures": ["--networks", "resnet8", "transformer", "--queries", "2", "--steps", "1", "--only", "CN", "Weights"],
     "weights": ["--queries", "2", "3", "--steps", "1", "--only", "CN", "loop by hand"],
     "meta": ["--queries", "4", "--steps", "1", "--only", "all, one loss"],
     "generator": ["--candidates", "4", "--steps", "1"],
@@ -52,6 +53,17 @@ def test_a_case_that_fails_does_not_cost_the_others(tmp_path):
     assert failed
     assert set(failed) == {0}
     assert [row["name"] for row in rows if row["layers"] == 2] == ["plain", "CN last layer"]
+
+
+def test_growth_is_drawn_for_each_device(tmp_path):
+    rows = run("depth", tmp_path / "rows.jsonl", "--layers", "1", "2", "--only", "CN everywhere", "Weights")
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        for row in rows:
+            print(json.dumps(row | {"device": "NVIDIA H200"}), file=file)
+        print(json.dumps(rows[0] | {"layers": 4, "failed": "no memory"}), file=file)
+    command = [sys.executable, str(ROOT / "benchmarks" / "_plots.py"), str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "plots")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"cpu.png", "nvidia-h200.png"}
 
 
 def test_the_command_finds_the_programs(capsys, monkeypatch):
