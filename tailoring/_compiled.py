@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ._merge import merging
 from ._trees import cat_rows, count_rows, map_tensors, split_rows, tensors
 
 Program = Callable[[Any], Any]
@@ -39,8 +40,7 @@ class Compiled:
         queries, device = count_rows(x), tensors(x)[0].device
         size = self._size((key, device), queries, chunk)
         if device not in self.programs:
-            options: dict[str, Any] = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
-            self.programs[device] = torch.compile(self.answer, fullgraph=True, dynamic=False, **(options | dict(self.options)))
+            self.programs[device] = torch.compile(self.answer, fullgraph=True, dynamic=False, **_options(device, self.options))
         if size > queries:
             x = map_tensors(lambda t: torch.cat([t, t[:1].expand(size - queries, *t.shape[1:])]) if t.ndim else t, x)
         if device.type == "cuda":
@@ -64,6 +64,14 @@ class Compiled:
         exact = queries >= 2 * max(sizes, default=0)
         sizes.append(queries if exact else power if chunk is None else min(power, chunk))
         return sizes[-1]
+
+
+def _options(device: torch.device, given: Mapping[str, Any]) -> dict[str, Any]:
+    """As given; else Inductor, with CUDA graphs (mode "reduce-overhead"), and without the repeats that the passes of one batch have."""
+    if {"mode", "backend"} & given.keys():
+        return dict(given)
+    graphs = {"triton.cudagraphs": True} if device.type == "cuda" else {}
+    return {**given, "options": {**graphs, **merging(), **given.get("options", {})}}
 
 
 def _first_rows(out: Any, queries: int, size: int, rows: Mapping[int, int | None], *, owned: bool) -> Any:

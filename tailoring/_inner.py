@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -101,14 +101,26 @@ def hurry(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], An
     None if a number was not finite somewhere, which is rare: then `descend` has to find out where. A state that is not finite once
     stays so, and a loss that is not finite stays so in the sum, hence one look in the end will do.
     """
+    state, seen = _descend_blindly(gradient, state, rate, steps)
+    with torch.no_grad():
+        norms = torch._foreach_norm([*seen, *state.values()])  # pyright: ignore[reportPrivateImportUsage]
+        return state if math.isfinite(torch.stack(norms).sum().item()) else None
+
+
+def hurry_by_row(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], Any], steps: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The same for code that cannot look: the state, and the rows of it in which all went well, as `descend` would have found them."""
+    state, seen = _descend_blindly(gradient, state, rate, steps)
+    return state, states.finite(cast(State, state)) & torch.stack(seen).isfinite().all(0)
+
+
+def _descend_blindly(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], Any], steps: int) -> Any:
+    """The state after all steps, and the losses before each."""
     seen: list[Tensor] = []
     for step in range(steps):
         values, grads = gradient(state, None, step, False)
         state = {name: torch.add(t, grads[name], alpha=-rate(name, step)) for name, t in state.items()}
-        seen.append(values)
-    with torch.no_grad():
-        norms = torch._foreach_norm([*seen, *state.values()])  # pyright: ignore[reportPrivateImportUsage]
-        return state if math.isfinite(torch.stack(norms).sum().item()) else None
+        seen.append(values.detach())
+    return state, seen
 
 
 def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor], step: int) -> tuple[State, Any, Tensor]:

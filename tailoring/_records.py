@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ._adapt import Site
 from ._inner import Moment
 from ._reuse import Prefix, Reuse
 from ._states import State, where
-from ._trees import map_tensors, tensors
+from ._trees import map_tensors, repeat_rows, tensors
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,25 @@ def finite_rows(out: Any, rows: int) -> Tensor:
         t.detach().reshape(rows, -1).isfinite().all(1) for t in tensors(out) if t.is_floating_point() and t.ndim and t.shape[0] % rows == 0
     ]
     return torch.stack(checks).all(0) if checks else torch.ones(rows, dtype=torch.bool)
+
+
+def rows_where(fine: Tensor, out: Any, other: Any, dimensions: Mapping[int, int | None]) -> Any:
+    """`out` in the rows that are `fine` and finite in all of its tensors, else `other`; `dimensions` says where a tensor has its rows."""
+    found = tensors(out)
+    places = [dimensions.get(place, 0) if t.ndim else None for place, t in enumerate(found)]
+    for t, dim in zip(found, places, strict=True):
+        if dim is not None and t.is_floating_point():
+            fine = fine & t.movedim(dim, 0).reshape(len(fine), -1).isfinite().all(1)
+    others = iter(zip(tensors(other), places, strict=True))
+
+    def choose(t: Tensor) -> Tensor:
+        instead, dim = next(others)
+        if dim is None:
+            return t
+        mask = repeat_rows(fine, t.shape[dim] // len(fine)).view([-1 if d == dim else 1 for d in range(t.ndim)])
+        return torch.where(mask, t, instead)
+
+    return map_tensors(choose, out)
 
 
 def leaves_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from ._adapt import CN, Adapter
 from ._bound import Bound
 from ._compiled import Compiled
-from ._inner import Backprop, Keep, Moment, descend, hurry
+from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
 from ._kernels import may_look, plain_kernels, precision_of, structure_of
 from ._learned import Learned, OwnNames
-from ._records import Batch, Fit, Places, Trace, all_finite, better, finite_rows, leaves_inference_mode
+from ._records import Batch, Fit, Places, Trace, all_finite, better, finite_rows, leaves_inference_mode, rows_where
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Prefix, Reuse, find_prefix, held_by, serving
 from ._rules import LBFGS, Descent, Functional, Rates
@@ -117,7 +117,7 @@ class Tailored(OwnNames):
             return self.net(*args, **kwargs)
         if self.compile_options is not None and may_look() and not torch.is_grad_enabled():
             out = self._compiled_answer(x)
-            if all_finite(out):
+            if self._may_hurry or all_finite(out):
                 return out  # else let the guards of eager mode look at it
         batches = self._batches(x)
         return cat_rows([self._answer(b, self._fitted(b))[0] for b in batches], self._find_places(x).answer_rows)
@@ -199,7 +199,7 @@ class Tailored(OwnNames):
     def _compiled_answer(self, x: Any) -> Any:
         def answer(part: Any) -> Any:
             (batch,) = self._batches(part)
-            return self._answer(batch, self._fit(batch).state)[0]
+            return self._rescued(batch) if self._may_hurry else self._answer(batch, self._fit(batch).state)[0]
 
         with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
             self._batches(x)  # what it refuses must be refused here, with its own words
@@ -335,6 +335,14 @@ class Tailored(OwnNames):
             if state is not None:
                 return dict(state)
         return self._fit(batch).state
+
+    def _rescued(self, batch: Batch) -> Any:
+        """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
+        start = cast(dict[str, Tensor], self._identity(batch, self.adapt.rows(batch.queries)))
+        rule = cast(Descent, self.rule)
+        state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, rule.rate, self.steps)
+        out, home = (self._answer(batch, cast(State, s))[0] for s in (state, start))
+        return rows_where(fine, out, home, self._find_places(batch.x).answer_rows)
 
     def _fit(self, batch: Batch, record: bool = False) -> Fit:
         best: tuple[Tensor, State, Tensor] | None = None

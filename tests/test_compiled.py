@@ -7,10 +7,14 @@ import pickle
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from nets import drift, mlp, queries
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tailoring import CN, Inputs, Tailored, Weights, baselines, losses
+from tailoring._merge import merge_repeats
 
 AOT = {"backend": "aot_eager"}
 
@@ -93,7 +97,40 @@ def test_weights_may_train_between_two_calls():
     assert len(made) == 1
 
 
-def test_a_query_that_cannot_be_answered_is_looked_at_in_eager_mode():
+class Odd(nn.Module):
+    """Answers with the queries in the second dimension, several rows for each, and numbers that no query owns."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Tanh()
+
+    def forward(self, x, slope):
+        h = self.act(x)
+        return {"across": h.T, "rows": h.repeat_interleave(3, 0), "scale": torch.tensor(2.0), "sign": h > 0, "own": h}
+
+
+@pytest.mark.parametrize(("steps", "slope"), [(1, torch.nan), (3, 1e160), (1, 1.7e308)], ids=["at once", "on the way", "in the answer"])
+def test_a_query_that_fails_is_answered_untailored_without_a_second_look(monkeypatch, steps, slope):
+    x, bad = queries(5), 2
+    slopes = torch.where(torch.arange(5) == bad, torch.tensor(slope).double(), 1.0)
+
+    def loss(m, x, slope):
+        return m(x, slope)["own"].sum(1) * slope
+
+    model = Tailored(Odd().double(), loss, adapt=CN("act"), steps=steps, lr=1.0, compile=AOT)
+    x = Inputs(x, slopes)
+    expected = model.replace(compile=False).trace(x)
+    assert expected.failed.tolist() == [row == bad for row in range(5)]
+    with torch.no_grad():
+        model(*x.args)
+        monkeypatch.setattr(Tailored, "_fit", None)  # eager mode would need it
+        found, untailored = model(*x.args), model.net(*x.args)
+        torch.testing.assert_close(found, expected.prediction)
+        torch.testing.assert_close(found["own"][bad], untailored["own"][bad])
+        assert not torch.allclose(found["own"], untailored["own"])
+
+
+def test_a_query_that_cannot_be_answered_is_answered_untailored():
     class Far(nn.Module):
         def __init__(self):
             super().__init__()
@@ -162,3 +199,42 @@ def test_a_loss_that_draws_noise_compiles(fresh):
     with torch.no_grad():
         torch.testing.assert_close(model(queries(3)), model.replace(compile=False)(queries(3)))
         assert not torch.allclose(model(queries(3)), model.net(queries(3)), atol=1e-4)
+
+
+def test_the_untailored_answers_cost_nothing_where_the_loss_asks_for_them():
+    """Two steps on three layers and two answers: four passes, of which two are the same; the first layer runs once in any case."""
+    seen: list[int] = []
+
+    def products(graph: fx.Graph) -> int:
+        return sum(node.target is torch.ops.aten.addmm.default for node in graph.nodes)
+
+    def merged(program: fx.GraphModule, _):
+        seen.append(products(program.graph))
+        merge_repeats(program.graph)
+        seen.append(products(program.graph))
+        program.recompile()
+        return make_boxed_func(program.forward)
+
+    model = Tailored(mlp(), drift, adapt=CN(nn.Tanh), steps=2, lr=1e-2, compile={"backend": aot_autograd(fw_compiler=merged)})
+    with torch.no_grad():
+        torch.testing.assert_close(model(queries(3)), model.replace(compile=False)(queries(3)))
+    assert seen == [1 + 4 * 2, 1 + 3 * 2]
+
+
+def test_repeats_are_merged_and_nothing_else():
+    def function(x, y):
+        return x.sin() * x.sin() + x.cos() * y.sin() + torch.ops.aten.add(x.sin(), y)
+
+    x, y = torch.randn(2, 5)
+    made = make_fx(function)(x, y)
+    merge_repeats(made.graph)
+    made.recompile()
+    assert sum(node.target is torch.ops.aten.sin.default for node in made.graph.nodes) == 2
+    torch.testing.assert_close(made(x, y), function(x, y))
+
+
+def test_random_numbers_are_drawn_anew_each_time():
+    made = make_fx(lambda x: torch.rand_like(x) - torch.rand_like(x))(torch.zeros(5))
+    merge_repeats(made.graph)
+    made.recompile()
+    assert made(torch.zeros(5)).abs().sum() > 0

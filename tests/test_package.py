@@ -34,6 +34,7 @@ ROOMS = [
     "_rules",
     "_inner",
     "_bound",
+    "_merge",
     "_compiled",
     "_adapt",
     "_copies",

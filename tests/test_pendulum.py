@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import mse_loss
 
 from tailoring import outer_losses
@@ -259,25 +258,6 @@ def test_compiled_training_is_training(monkeypatch):
         for name in plain.keys() - {"seconds"}:
             torch.testing.assert_close(compiled[name], plain[name])
     assert not torch.equal(plain["losses"], plan._train(first, motion, False)["losses"])
-
-
-def test_repeats_are_merged_and_nothing_else():
-    def function(x, y):
-        return x.sin() * x.sin() + x.cos() * y.sin() + torch.ops.aten.add(x.sin(), y)
-
-    x, y = torch.randn(2, 5)
-    made = make_fx(function)(x, y)
-    _compiled_step.merge_repeats(made.graph)
-    made.recompile()
-    assert sum(node.target is torch.ops.aten.sin.default for node in made.graph.nodes) == 2
-    torch.testing.assert_close(made(x, y), function(x, y))
-
-
-def test_random_numbers_are_drawn_anew_each_time():
-    made = make_fx(lambda x: torch.rand_like(x) - torch.rand_like(x))(torch.zeros(5))
-    _compiled_step.merge_repeats(made.graph)
-    made.recompile()
-    assert made(torch.zeros(5)).abs().sum() > 0
 
 
 def test_one_training_of_each_shape_comes_first_then_the_longest():

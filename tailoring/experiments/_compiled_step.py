@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+
+from tailoring._merge import merging
 
 Parameters = dict[str, Tensor]
 Step = Callable[[Parameters, tuple[Tensor, ...]], tuple[Parameters, Tensor]]
@@ -36,29 +38,5 @@ def compiled_step(objective: nn.Module) -> Step:
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    from torch._inductor.custom_graph_pass import CustomGraphPass  # not public, so only where it is needed
-
-    class Once(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            merge_repeats(graph)
-
-        def uuid(self) -> str:
-            return "tailoring merge_repeats 1"
-
-    return torch.compile(function, fullgraph=True, dynamic=False, options={"post_grad_custom_pre_pass": Once()})
-
-
-def merge_repeats(graph: fx.Graph) -> None:
-    """Compute once what is computed twice: an outer loss and the next inner step begin with the same forward pass."""
-    seen: dict[tuple[Any, ...], fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op == "call_function" and not node.is_impure() and not _draws(node.target):
-            first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
-
-
-def _draws(operator: Any) -> bool:
-    """Whether it draws random numbers, others at each call."""
-    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+    """An outer loss and the next inner step begin with the same forward pass, so repeats are merged."""
+    return torch.compile(function, fullgraph=True, dynamic=False, options=merging())
