@@ -33,14 +33,14 @@ class Macer:
 
 @dataclass(frozen=True)
 class SmoothAdv:
-    """Salman et al. (2019), whose grid over these contains ours."""
+    """Salman et al. (2019), whose grid over these contains ours; they let the radius grow over the first 10 of 150 epochs."""
 
     copies: int = 2
     """noisy copies of each image, m"""
     steps: int = 2
     """of the attack"""
     radius: float = 1.0
-    """of the attack, in L2; theirs is 256/255 at sigma = 0.5"""
+    """of the attack, in L2; 255/255, one of theirs"""
 
 
 class RobustLoss(nn.Module):
