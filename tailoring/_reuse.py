@@ -91,10 +91,11 @@ def held_by(module: nn.Module) -> list[Any]:
     if torch.compiler.is_compiling():  # numbers at least, which dynamo knows; tensors were watched when the prefix was found
         return [v for m in module.modules() for v in m.__dict__.values() if isinstance(v, bool | int | float | str)]
     found: list[Any] = []
-    for m in all_modules(module):
+    for m in all_modules(module) if module._modules else (module,):
         for key, value in vars(m).items():
-            if isinstance(value, dict):
-                found += value.values()
+            if isinstance(value, dict):  # many are, and nearly all are empty
+                if value:
+                    found += value.values()
             elif isinstance(value, list | set):
                 found += value
             elif key != "forward" or m is not module:  # what stands in its own way is ours
@@ -137,7 +138,7 @@ class Reuse:
         return made
 
     def _answer(self, name: str, keep: bool, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        given, spec = pytree.tree_flatten((args, kwargs))
+        given, spec = _flat_call(args, kwargs)
         if not _keepable(given):
             return forward(*args, **kwargs)
         held, circumstances = held_by(module), _circumstances(spec, given)
@@ -145,7 +146,7 @@ class Reuse:
             if kept.answers(given, held, circumstances):
                 kept.asked = self._pass
                 self.used.add(name)
-                return pytree.tree_unflatten(kept.out, kept.out_spec)
+                return kept.out[0] if kept.out_spec is None else pytree.tree_unflatten(kept.out, kept.out_spec)
         if not keep:
             return forward(*args, **kwargs)
         before = _versions([*given, *held])
@@ -154,13 +155,20 @@ class Reuse:
             own_args, own_kwargs = map_tensors(torch.clone, (args, kwargs))
         with torch.no_grad():
             out = forward(*own_args, **own_kwargs)
-        leaves, out_spec = pytree.tree_flatten(out)
+        leaves, out_spec = ([out], None) if isinstance(out, Tensor) else pytree.tree_flatten(out)
         now = _Kept(given, leaves, out_spec, held, _versions([*given, *leaves, *held]), circumstances, self._pass)
-        after, after_spec = pytree.tree_flatten((args, kwargs))
+        after, after_spec = _flat_call(args, kwargs)
         untouched = spec == after_spec and before == _versions([*given, *held]) and now.answers(after, held_by(module), circumstances)
         if untouched and all(map(_constant, leaves)):
             self._kept.setdefault(name, []).append(now)
         return out
+
+
+def _flat_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """As `tree_flatten`, which takes longer than a small layer, does; None is the structure of a single tensor, as nearly always."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        return [args[0]], None
+    return pytree.tree_flatten((args, kwargs))
 
 
 def _keepable(given: list[Any]) -> bool:

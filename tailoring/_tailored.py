@@ -127,8 +127,8 @@ class Tailored(OwnNames):
             out = self._compiled_answer(x)
             if all_finite(out):
                 return out  # else let the guards of eager mode look at it
-        batches = self._batches(x)
-        return cat_rows([self._answer(b, self._fitted(b))[0] for b in batches], self._find_places(x).answer_rows)
+        answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
+        return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
 
     @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
