@@ -105,7 +105,7 @@ def hurry(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], An
     for step in range(steps):
         values, grads = gradient(state, None, step, False)
         state = {name: torch.add(t, grads[name], alpha=-rate(name, step)) for name, t in state.items()}
-        seen.append(values)
+        seen.append(values.detach())  # with its graph, all that the weights below the first site would need stays
     with torch.no_grad():
         norms = torch._foreach_norm([*seen, *state.values()])  # pyright: ignore[reportPrivateImportUsage]
         return state if math.isfinite(torch.stack(norms).sum().item()) else None
