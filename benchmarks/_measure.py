@@ -22,6 +22,7 @@ import torch
 Run = Callable[[], object]
 Cases = Mapping[str, Callable[[], Run]]  # by name: builds what is to be timed
 Options = argparse.Namespace
+Count = Callable[[str, Options], float]
 
 
 def per(run: Run, units: int) -> Run:
@@ -34,10 +35,11 @@ def per(run: Run, units: int) -> Run:
     return made
 
 
-def bench(doc: str, cases: Callable[[Options], Cases], against: str, **grid: Sequence[Any]) -> None:
+def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Count | None = None, **grid: Sequence[Any]) -> None:
     """The command line of a program: measures all cases for every combination of the `grid`, each flag of which takes several values.
 
-    `cases(options)` has one value of each. On a CPU every measurement has a process of its own, since peak memory is a process's.
+    `cases(options)` has one value of each; so has `count(case, options)`, the forward units that a run should take. On a CPU every
+    measurement has a process of its own, since peak memory is a process's.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, values in grid.items():
@@ -63,6 +65,8 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, **grid: Seq
             apart = options.device == "cpu"
             found = _in_a_process_of_its_own(options, setting, name) if apart else _measure(known, name, options)
             row = {"program": Path(sys.argv[0]).stem, "name": name, **setting, **found, **_machine(options)}
+            if count is not None:
+                row["units"], row["units_against"] = (count(case, _single(options, setting)) for case in (name, against))
             reference = found.get("seconds") if name == against else reference
             _tell(row, setting, against, reference)
             if options.out:
@@ -141,4 +145,5 @@ def _tell(row: Mapping[str, Any], setting: Mapping[str, Any], against: str, refe
         print(f"{what}  {row['name']:<28} failed: {row['failed']}", flush=True)
         return
     ratio = f"{row['seconds'] / reference:9.3f} x {against}" if reference else ""
+    ratio += f", counted {row['units'] / row['units_against']:.3f}" if "units" in row else ""
     print(f"{what}  {row['name']:<28} {1e3 * row['seconds']:10.4g} ms {row['peak_bytes'] / 2**20:9.1f} MiB {ratio}", flush=True)

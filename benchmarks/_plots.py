@@ -29,14 +29,19 @@ def sweep(rows: Iterable[Row], axis: str) -> list[Row]:
     return max(found.values(), key=lambda rows: len({row[axis] for row in rows}))
 
 
-def lines(rows: list[Row], axis: str) -> dict[str, list[tuple[int, float, float]]]:
-    """For each case: (value of the axis, times the plain forward pass, peak MiB)."""
-    plain = {row[axis]: row["seconds"] for row in rows if row["name"] == "plain"}
-    found: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row[axis]):
-        if row[axis] in plain and row["name"].removesuffix(" compiled") in CASES:
-            found[row["name"]].append((row[axis], row["seconds"] / plain[row[axis]], row["peak_bytes"] / 2**20))
-    return found
+def read(paths: Iterable[Path]) -> list[Row]:
+    """The rows with their `ratio` to the plain forward pass that ran beside them. What was measured twice counts as measured last."""
+    latest: dict[tuple[Any, ...], Row] = {}
+    plain: dict[tuple[Any, ...], float] = {}
+    for row in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
+        if row.get("program") != "depth" or "failed" in row:
+            continue
+        setting = tuple(row[key] for key in ("device", *AXES))
+        if row["name"] == "plain":
+            plain[setting] = row["seconds"]
+        if setting in plain and row["name"].removesuffix(" compiled") in CASES:
+            latest[(*setting, row["name"])] = row | {"ratio": row["seconds"] / plain[setting]}
+    return list(latest.values())
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -45,8 +50,9 @@ def draw(rows: list[Row]) -> Figure:
     for column, (axis, label) in enumerate(AXES.items()):
         time, memory = panels[:, column]
         swept = sweep(rows, axis)
-        for name, points in lines(swept, axis).items():
+        for name in dict.fromkeys(row["name"] for row in swept):
             case = name.removesuffix(" compiled")
+            points = sorted((row[axis], row["ratio"], row["peak_bytes"] / 2**20) for row in swept if row["name"] == name)
             values, ratios, peaks = zip(*points, strict=True)
             style = {"color": f"C{CASES.index(case)}", "marker": ".", "linestyle": "-" if case == name else "--", "label": name}
             time.plot(values, ratios, **style)
@@ -58,7 +64,7 @@ def draw(rows: list[Row]) -> Figure:
         for ax in (time, memory):
             ax.set_xscale("log", base=2)
             ax.grid(True, alpha=0.25)
-    panels[0, 0].legend(fontsize="small")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(CASES))
     figure.suptitle(f"Tailoring beside the plain forward pass, {rows[0]['device']}, torch {rows[0]['torch']}")
     return figure
 
@@ -68,16 +74,13 @@ def main() -> None:
     parser.add_argument("rows", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path("docs/performance"))
     options = parser.parse_args()
-    latest: dict[tuple[Any, ...], Row] = {}  # what was measured twice counts as it was measured last
-    for row in (json.loads(line) for path in options.rows for line in path.read_text().splitlines()):
-        if row.get("program") == "depth" and "failed" not in row:
-            latest[tuple(row[key] for key in ("device", "name", *AXES))] = row
-    if not latest:
+    rows = read(options.rows)
+    if not rows:
         raise SystemExit(f"no rows of depth.py in {', '.join(map(str, options.rows))}")
     options.out.mkdir(parents=True, exist_ok=True)
-    for device in dict.fromkeys(row["device"] for row in latest.values()):
+    for device in dict.fromkeys(row["device"] for row in rows):
         path = options.out / f"{device.lower().replace(' ', '-')}.png"
-        draw([row for row in latest.values() if row["device"] == device]).savefig(path, dpi=100)
+        draw([row for row in rows if row["device"] == device]).savefig(path, dpi=100)
         print(path)
 
 

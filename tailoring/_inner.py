@@ -119,7 +119,7 @@ def _descend_blindly(gradient: Any, state: dict[str, Tensor], rate: Callable[[st
     for step in range(steps):
         values, grads = gradient(state, None, step, False)
         state = {name: torch.add(t, grads[name], alpha=-rate(name, step)) for name, t in state.items()}
-        seen.append(values.detach())
+        seen.append(values.detach())  # with its graph, all that the weights below the first site would need stays
     return state, seen
 
 

@@ -90,10 +90,11 @@ def _circumstances(spec: Any, given: list[Any]) -> Any:
 def held_by(module: nn.Module) -> list[Any]:
     """All that a module and those below it own: a module with another attribute than before may answer otherwise."""
     found: list[Any] = []
-    for m in all_modules(module):
+    for m in all_modules(module) if module._modules else (module,):
         for key, value in vars(m).items():
-            if isinstance(value, dict):
-                found += value.values()
+            if isinstance(value, dict):  # many are, and nearly all are empty
+                if value:
+                    found += value.values()
             elif isinstance(value, list | set):
                 found += value
             elif key != "forward" or m is not module:  # what stands in its own way is ours
@@ -136,7 +137,7 @@ class Reuse:
         return made
 
     def _answer(self, name: str, keep: bool, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        given, spec = pytree.tree_flatten((args, kwargs))
+        given, spec = _flat_call(args, kwargs)
         if not _keepable(given):
             return forward(*args, **kwargs)
         held, circumstances = self._held(name, module), _circumstances(spec, given)
@@ -144,7 +145,7 @@ class Reuse:
             if kept.answers(given, held, circumstances):
                 kept.asked = self._pass
                 self.used.add(name)
-                return pytree.tree_unflatten(kept.out, kept.out_spec)
+                return kept.out[0] if kept.out_spec is None else pytree.tree_unflatten(kept.out, kept.out_spec)
         if not keep:
             return forward(*args, **kwargs)
         before = _versions([*given, *held])
@@ -153,9 +154,9 @@ class Reuse:
             own_args, own_kwargs = map_tensors(torch.clone, (args, kwargs))
         with torch.no_grad():
             out = forward(*own_args, **own_kwargs)
-        leaves, out_spec = pytree.tree_flatten(out)
+        leaves, out_spec = ([out], None) if isinstance(out, Tensor) else pytree.tree_flatten(out)
         now = _Kept(given, leaves, out_spec, held, _versions([*given, *leaves, *held]), circumstances, self._pass)
-        after, after_spec = pytree.tree_flatten((args, kwargs))
+        after, after_spec = _flat_call(args, kwargs)
         untouched = (
             spec == after_spec and before == _versions([*given, *held]) and now.answers(after, self._held(name, module), circumstances)
         )
@@ -167,6 +168,13 @@ class Reuse:
         if torch.compiler.is_compiling():  # numbers at least, which dynamo follows; tensors were watched when the prefix was found
             return [_at(self.model, path) for path in self._prefix[name]]
         return held_by(module)
+
+
+def _flat_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """As `tree_flatten`, which takes longer than a small layer, does; None is the structure of a single tensor, as nearly always."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        return [args[0]], None
+    return pytree.tree_flatten((args, kwargs))
 
 
 def _keepable(given: list[Any]) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from threading import get_ident
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
             ADAPTING.acquire()
         try:
             for name, around in self.arounds.items():
-                self.undo.append(_shadow_forward(self.model.get_submodule(name), around))
+                self.undo.append(_shadow_forward(_submodule(self.model, name), around))
         except BaseException:
             self.__exit__()
             raise
@@ -64,6 +64,15 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
             self.undo.pop()()
         if self.alone:
             ADAPTING.release()
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    """`model.get_submodule(name)` in a quarter of the time, for names that the model has."""
+    if torch.compiler.is_compiling():
+        return model.get_submodule(name)
+    for part in name.split(".") if name else ():
+        model = cast(nn.Module, model._modules[part])
+    return model
 
 
 def _shadow_forward(module: nn.Module, around: Around) -> Callable[[], Any]:

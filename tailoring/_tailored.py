@@ -16,6 +16,7 @@ from ._compiled import Compiled
 from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
 from ._kernels import may_look, plain_kernels, precision_of, structure_of
 from ._learned import Learned, OwnNames
+from ._recompute import recomputed
 from ._records import Batch, Fit, Places, Trace, all_finite, better, finite_rows, leaves_inference_mode, rows_where
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Prefix, Reuse, find_prefix, held_by, serving
@@ -51,6 +52,7 @@ class Tailored(OwnNames):
     momentum, clip, proximal   of the inner gradient descent, see `Descent`
     optimizer  in place of all these: `LBFGS`, or any with `init(params)` and `update(grads, state)`
     backprop   which inner gradients an outer gradient differentiates: "none" (first order), "last" (WarpGrad's), "all"
+    recompute  with "all", compute each inner step again in the backward pass instead of keeping its activations (checkpointing)
     keep       answer with the "last" state or with the "best" one seen (by each query's own tailoring loss)
     stop       a query whose tailoring loss is at most this stops moving
     chunk      how many queries to tailor at once, for batches that do not fit the memory
@@ -73,6 +75,7 @@ class Tailored(OwnNames):
         proximal: float = 0.0,
         optimizer: Any = None,
         backprop: Backprop = "none",
+        recompute: bool = False,
         keep: Keep = "last",
         stop: float | None = None,
         chunk: int | None = None,
@@ -92,7 +95,12 @@ class Tailored(OwnNames):
             )
         if not self.rule.differentiable and backprop != "none":
             raise ValueError(f"{self.rule!r} cannot be differentiated; use it with backprop='none'")
+        if recompute and backprop != "all":
+            raise ValueError(
+                f"recompute=True saves the activations that backprop='all' keeps; backprop={backprop!r} keeps those of one step only"
+            )
         self.backprop: Backprop = backprop
+        self.recompute = recompute
         self.steps, self.stop, self.chunk = steps, stop, chunk
         self.keep: Keep = "best" if self.rule.searches else keep
         self.tailoring = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
@@ -119,8 +127,8 @@ class Tailored(OwnNames):
             out = self._compiled_answer(x)
             if self._may_hurry or all_finite(out):
                 return out  # else let the guards of eager mode look at it
-        batches = self._batches(x)
-        return cat_rows([self._answer(b, self._fitted(b))[0] for b in batches], self._find_places(x).answer_rows)
+        answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
+        return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
 
     @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
@@ -137,7 +145,7 @@ class Tailored(OwnNames):
             return self.net(*args, **kwargs)
         batch = Batch(x, count_rows(x), self._find_places(x).sites)
         check_state(state, self._identity(batch, 1))
-        return self._answer(batch, state)[0]
+        return self._keeping_little(lambda: self._answer(batch, state), state)[0]
 
     @leaves_inference_mode
     def trace(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Trace:
@@ -176,7 +184,9 @@ class Tailored(OwnNames):
 
     def replace(self, **changes: Any) -> Tailored:
         """The same model and loss with other settings, e.g. `model.replace(steps=10)`. Weights and learned parts are shared."""
-        settings: dict[str, Any] = {name: getattr(self, name) for name in ("adapt", "steps", "backprop", "keep", "stop", "chunk")}
+        settings: dict[str, Any] = {
+            name: getattr(self, name) for name in ("adapt", "steps", "backprop", "recompute", "keep", "stop", "chunk")
+        }
         settings["compile"] = False if self.compile_options is None else self.compile_options
         descent = {"lr", "momentum", "clip", "proximal"}
         if isinstance(self.rule, Descent) and "optimizer" not in changes:
@@ -306,7 +316,13 @@ class Tailored(OwnNames):
             with torch.no_grad():  # nothing made inside torch.func.grad may leave it; all else of this pass is dead code
                 self._losses(batch, rows, step, state, keep=True)
         evaluate = functools.partial(self._losses, batch, rows, step)
-        return self.adapt.gradient(evaluate, batch.sites, state, (step, self.steps), graph)
+        return self._keeping_little(lambda: self.adapt.gradient(evaluate, batch.sites, state, (step, self.steps), graph), state)
+
+    def _keeping_little(self, compute: Callable[[], tuple[Any, Any]], state: State) -> tuple[Any, Any]:
+        """`compute()`; with `recompute`, its graph keeps no activations. (A compiler decides itself what to keep.)"""
+        if not self.recompute or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return compute()
+        return recomputed(compute, self.parameters, device_of(state))
 
     def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
         """The tailoring loss for each row of the state."""

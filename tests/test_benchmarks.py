@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tailoring.__main__ import main
 
@@ -17,7 +22,7 @@ SMALL = {
     "depth": ["--queries", "4", "--layers", "2", "--width", "8", "--steps", "1", "--only", "CN last layer"],
     "architectures": ["--networks", "resnet8", "transformer", "--queries", "2", "--steps", "1", "--only", "CN", "Weights"],
     "weights": ["--queries", "2", "3", "--steps", "1", "--only", "CN", "loop by hand"],
-    "meta": ["--queries", "4", "--steps", "1", "--only", "all, one loss"],
+    "meta": ["--queries", "4", "--steps", "1", "--only", "all, one loss, recomputed"],
     "generator": ["--candidates", "4", "--steps", "1"],
     "peers": ["--queries", "2", "--steps", "1", "--only", "torch.func.vmap", "torchopt"],
     "smoothing": ["--networks", "resnet20", "--batch", "1", "--only", "plain", "last half"],
@@ -26,7 +31,7 @@ SMALL = {
 
 def run(name: str, out: Path, *more: str) -> list[dict]:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *SMALL[name], "--seconds", "0.01", "--out", str(out), *more]
-    subprocess.run(command, check=True, capture_output=True, cwd=out.parent)
+    subprocess.run(command, check=True, capture_output=True, cwd=out.parent, env={**os.environ, "PYTHONPATH": str(ROOT)})
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -53,6 +58,24 @@ def test_a_case_that_fails_does_not_cost_the_others(tmp_path):
     assert failed
     assert set(failed) == {0}
     assert [row["name"] for row in rows if row["layers"] == 2] == ["plain", "CN last layer"]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_training_steps_multiply_as_often_as_counted(steps, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    meta, work = importlib.import_module("meta"), importlib.import_module("_work")
+
+    def multiplications(run) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    unit = multiplications(lambda: work.planets("cpu")(torch.zeros(4, 25)))
+    known = meta.cases(argparse.Namespace(queries=4, steps=steps, device="cpu"))
+    assert known.keys() == meta.COUNTS.keys()
+    for name, build in known.items():
+        (run := build())()  # the first finds the places
+        assert multiplications(run) / unit == pytest.approx(meta.COUNTS[name](steps), rel=0.02)  # the first layer's input needs none
 
 
 def test_growth_is_drawn_for_each_device(tmp_path):

@@ -236,6 +236,45 @@ def test_a_finite_state_that_gives_no_finite_answer_falls_back():
     assert_same(trace.prediction, net(x))
 
 
+# The same laws in compiled mode, which is without gradients: laws 1, 2, 3, 6 and 7, and the answers of eager mode
+
+COMPILED = [*((adapter, {"backend": "aot_eager"}) for adapter in ADAPTERS), ("CN", True)]  # Inductor takes much longer
+
+
+@pytest.mark.parametrize(("adapter", "compile"), COMPILED, ids=str)
+@torch.no_grad()
+def test_the_laws_hold_in_compiled_mode(adapter, compile):
+    torch.compiler.reset()
+    model, x = tailored(adapter, steps=2, loss=explodes_for_large_inputs, compile=compile), queries()
+    before, plain = fingerprint(model.net), model.net(x)
+    whole = model(x)
+    assert model._compiled is not None
+    assert model._compiled.programs
+    assert_same(whole, model.replace(compile=False)(x))
+    assert (drift(lambda _: whole, x) < drift(model.net, x)).all() or adapter not in PER_QUERY
+    assert torch.equal(model.replace(steps=0)(x), plain) or model.adapt.learned_start
+    if adapter in PER_QUERY:
+        assert_same(torch.cat([model(x[i : i + 1]) for i in range(len(x))]), whole)
+        assert_same(model(x.flip(0)), whole.flip(0))
+        spoilt, others = x.clone(), [0, 1, 3, 4]
+        spoilt[2, 0] = 100.0
+        answers = model(spoilt)
+        assert_same(answers[others], whole[others])
+        assert_same(answers[2], model.net(spoilt)[2])
+    after = fingerprint(model.net)
+    assert_same(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+def test_an_error_while_compiling_leaves_no_trace():
+    torch.compiler.reset()
+    model, x = tailored("CN", loss=fails_at_step_two(RuntimeError("inside the loss")), compile={"backend": "aot_eager"}), queries()
+    before = fingerprint(model.net)
+    with torch.no_grad(), pytest.raises((RuntimeError, torch._dynamo.exc.TorchDynamoException)):
+        model(x)
+    assert before[1:] == fingerprint(model.net)[1:]
+
+
 # Pairwise on real architectures
 
 ADAPT_ARCHITECTURE = {"CN": CN, "Weights": Weights, "Output": Output}

@@ -29,6 +29,7 @@ ROOMS = [
     "random",
     "_recurrent",
     "_kernels",
+    "_recompute",
     "_sites",
     "_states",
     "_rules",

@@ -1,0 +1,91 @@
+"""Activation checkpointing: what an inner step keeps for the outer backward pass is thrown away, and computed again there.
+
+`torch.utils.checkpoint` does the same for functions that take no derivatives. An inner step does, and would there run its forward pass
+twice already on the way in; on CUDA in autograd's own thread, which waits forever for a model that takes derivatives itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ._kernels import may_look
+
+Out = TypeVar("Out", bound=tuple[Any, ...])
+_SAME = 1e-3  # how far, relative to the largest, numbers may be from those of the first time, which came from the same kernels
+
+
+class _Saved:
+    """What stands in autograd's graph in place of a tensor: it, or, between the two passes, nothing."""
+
+    def __init__(self, tensor: Tensor):
+        self.hold(tensor)
+
+    def hold(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()  # without its graph, of which this is a part
+        self.version = tensor._version
+
+
+class _Recomputed:
+    def __init__(self, compute: Callable[[], tuple[Any, ...]], weights: Callable[[], Iterable[Tensor]], device: torch.device):
+        self.compute, self.weights = compute, weights
+        self.versions = [(id(w), w._version) for w in weights()]
+        self.autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        self.saved: list[weakref.ref[_Saved]] = []  # in the order of saving; they live as long as the graph needs them
+        self.first: Tensor | None = None
+
+    def run(self) -> tuple[Any, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            out = self.compute()
+        for saved in filter(None, (ref() for ref in self.saved)):
+            saved.tensor = None
+        self.first = out[0].detach() if isinstance(out[0], Tensor) else None
+        return out
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self.saved.append(weakref.ref(saved))
+        return saved
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if saved.tensor is None:
+            self._again()
+        assert saved.tensor is not None
+        if saved.tensor._version != saved.version:  # with hooks, autograd does not look
+            raise RuntimeError("a tensor that the outer gradient needs was changed in place")
+        return saved.tensor
+
+    def _again(self) -> None:
+        if [(id(w), w._version) for w in self.weights()] != self.versions:
+            raise RuntimeError(
+                "weights changed before backward(), and recompute=True computes the inner steps again with the weights there are: "
+                "call backward() before the optimiser steps"
+            )
+        made: list[Tensor] = []
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda t: made.append(t.detach()) or t.detach(), lambda t: t)
+        device, dtype, enabled = self.autocast
+        with torch.enable_grad(), torch.autocast(device, dtype, enabled), keep:
+            out = self.compute()
+        if len(made) != len(self.saved) or not self._same(out[0]):
+            raise RuntimeError(
+                "an inner step computed again came out otherwise, so recompute=True would give wrong outer gradients: let the loss draw "
+                "its noise from model.seeds (see tailoring.random), and let neither loss nor model remember earlier calls"
+            )
+        for ref, tensor in zip(self.saved, made, strict=True):
+            if (saved := ref()) is not None:
+                saved.hold(tensor)
+
+    def _same(self, again: Any) -> bool:
+        if self.first is None or not may_look():
+            return True
+        largest = self.first.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+        return torch.allclose(again.detach(), self.first, rtol=0.0, atol=_SAME * largest, equal_nan=True)
+
+
+def recomputed(compute: Callable[[], Out], weights: Callable[[], Iterable[Tensor]], device: torch.device) -> Out:
+    """`compute()`, whose graph keeps no activations: a backward pass through it computes them again, if the `weights()` are the same."""
+    return _Recomputed(compute, weights, device).run()  # type: ignore[return-value]
