@@ -33,7 +33,7 @@ def measured(name: str, rows: list[dict]) -> bool:
     return len(rows) >= 2 and all(row["seconds"] > 0 and row["peak_bytes"] > 0 and row["program"] == name for row in rows)
 
 
-@pytest.mark.parametrize("name", ["overhead", "meta", "generator", "peers"])  # two more are below; smoothing compiles a ResNet
+@pytest.mark.parametrize("name", ["meta", "generator", "peers"])  # three more are below; smoothing compiles a ResNet
 def test_every_program_measures_its_cases(name, tmp_path):
     rows = run(name, tmp_path / "rows.jsonl")
     assert not [row for row in rows if "failed" in row]
@@ -60,14 +60,22 @@ def test_a_case_that_fails_does_not_cost_the_others(tmp_path):
     assert measured("depth", whole)
 
 
-def test_the_command_finds_the_programs(capsys, monkeypatch):
-    ran: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda command: ran.append(command) or subprocess.CompletedProcess(command, 0))
-    assert main(["bench"]) == 0
-    assert {Path(command[1]).stem for command in ran} == set(SMALL)
-    ran.clear()
-    assert main(["bench", "depth", "--steps", "1"]) == 0
-    assert ran[0][2:] == ["--steps", "1"]
+def test_the_command_runs_a_program_with_its_flags(tmp_path, capfd):
+    out = tmp_path / "rows.jsonl"
+    assert main(["bench", "overhead", *SMALL["overhead"], "--seconds", "0.01", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["name"] for row in rows] == ["by hand", "tailored", "plain"]
+    assert {row["width"] for row in rows} == {8}
+    assert measured("overhead", rows)
+    title, *lines = capfd.readouterr().out.splitlines()
+    assert title.startswith("overhead: ")
+    for row, line in zip(rows, lines, strict=True):  # each with its ratio to the first
+        assert row["name"] in line
+        assert float(line.split()[-4]) == pytest.approx(row["seconds"] / rows[0]["seconds"], abs=6e-4)
+
+
+def test_the_command_says_which_programs_there_are(capsys):
     assert main(["bench", "dept"]) == 1
     assert "did you mean depth?" in capsys.readouterr().err
     assert main(["bench", "--steps", "1"]) == 1
+    assert f"(there is: {', '.join(sorted(SMALL))})" in capsys.readouterr().err
