@@ -463,6 +463,16 @@ def test_every_training_has_a_name_of_its_own():
     assert next(plan(planets.Config())) == Training("inductive", 0, 2e-3, 1000)
 
 
+def test_the_quick_run_trains_all_of_table_1_as_the_full_run_does():
+    quick, full = ({t.method: t for t in plan(config) if t.seed == 0} for config in (planets.quick(), planets.Config()))
+    assert quick.keys() >= {"inductive", "meta", "meta-each", "second-order"}
+    second = next(t for t in plan(planets.Config()) if t.method == "second-order")
+    assert (quick["second-order"].backprop, quick["second-order"].lr) == (second.backprop, second.lr) == ("last", 1e-4)
+    assert quick.keys() < full.keys()
+    named = [t.name for t in plan(replace(planets.Config(), extras=("second-order", "order")))]
+    assert len(named) == len(set(named))
+
+
 # The command
 
 
