@@ -112,6 +112,7 @@ def quick() -> Config:
         system=_nbody.System(trajectories=120, slots=1024),
         split="pair",
         parts=(80, 10, 20),
+        seeds=(0, 1),  # as many as the paper's
         width=128,
         epochs=20,
         batch=512,
