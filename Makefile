@@ -8,7 +8,7 @@ demo: .venv/ready      ## set up .venv and print Table 1 from a small run
 
 test: .venv/ready      ## set up .venv, then run the linters and all the tests
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered --cov-fail-under=95
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-fail-under=95
 
 wheel: .venv/ready     ## build the wheel into dist/
 	$(BIN)/pip wheel --no-deps -w dist .

@@ -251,7 +251,8 @@ TINY = [
     "--system.trajectories", "30", "--system.slots", "64", "--system.stable", "30", "--system.kept", "20", "--system.ahead", "5",
     "--parts", "14", "4", "6", "--more", "20", "--width", "8", "--seeds", "0", "1", "--epochs", "4", "--batch", "64", "--rollout", "3",
     "--rollouts", "4", "--ttt-batch", "60", "--lrs", "1e-3", "1e-2", "--ttt-lrs", "1e-3", "--output-lrs", "1e-3", "--weights-lrs", "1e-4",
-    "--output-steps", "12", "--accelerator", "cpu",
+    "--output-steps", "12", "--weights", "0", "1e-2", "--pair-lrs", "1e-6", "--pair-ttt-lrs", "1e-5", "--pair-weights-lrs", "1e-6",
+    "--accelerator", "cpu",
 ]
 # fmt: on
 
@@ -270,9 +271,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(folder):
+    return run_here("run", "planets", "--out", folder / "out", "--data", folder / "data", *TINY)
+
+
+def run_here(*args):
+    """As `command`, without a process of its own: what the command printed."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        assert main(["run", "planets", "--out", str(folder / "out"), "--data", str(folder / "data"), *TINY]) == 0
+        assert main([str(arg) for arg in args]) == 0
     return said.getvalue()
 
 
@@ -351,16 +357,15 @@ def test_gains_are_relative_to_the_same_seed_and_chosen_on_validation(finished, 
 def test_killed_in_the_middle_it_goes_on_to_the_same_rows(folder):
     """kill -9 in training, then the same command: the same results as never stopped."""
     args = ["--data", folder / "data", *TINY, "--only", "meta-each-w0.002-lr0.01-seed0", "--epochs", "60"]
-    whole = command("run", "planets", "--out", folder / "whole", *args)
-    assert whole.returncode == 0, whole.stderr
-    assert "no inductive network" in whole.stdout  # so no table yet
+    whole = run_here("run", "planets", "--out", folder / "whole", *args)
+    assert "no inductive network" in whole  # so no table yet
     killed = [sys.executable, "-c", KILLED, "run", "planets", "--out", str(folder / "killed"), *map(str, args)]
     with subprocess.Popen(killed, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == b"checkpoint"
         process.send_signal(signal.SIGKILL)
     assert list((folder / "killed" / "weights").glob("*.checkpoint"))
-    command("run", "planets", "--out", folder / "killed", *args)
+    run_here("run", "planets", "--out", folder / "killed", *args)
     lines = [[row for row in read(folder / name / "rows.jsonl") if row["kind"] == "result"] for name in ("whole", "killed")]
     assert len(lines[0]) == 4
     assert lines[0] == lines[1]
@@ -384,12 +389,11 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_two_processes_train_as_one(folder):
+def test_two_processes_train_as_one(finished, folder):
     args = ["--data", folder / "data", *TINY, "--only", "meta-w0.002-lr0.01-seed0"]
-    command("run", "planets", "--out", folder / "one", *args)
     done = command("run", "planets", "--out", folder / "two", *args, "--devices", "2", "--strategy", "ddp", timeout=240)
     assert done.returncode == 0, done.stderr
-    one, two = (trained(folder / name / "weights", "meta-w0.002-lr0.01-seed0") for name in ("one", "two"))
+    one, two = (trained(folder / name / "weights", "meta-w0.002-lr0.01-seed0") for name in ("out", "two"))
     for name, value in one[0].items():
         torch.testing.assert_close(two[0][name], value, atol=1e-4, rtol=1e-3)
     rows = [row["kind"] for row in read(folder / "two" / "rows.jsonl")]
@@ -420,9 +424,7 @@ def test_the_appendix_outer_loop_refuses_several_processes(folder):
 def test_other_precisions_train_and_report(folder, precision):
     only = ["inductive-w0.002-seed0", "meta-w0.002-lr0.01-seed0", "meta-each-w0.002-lr0.01-seed0"]
     flags = [*TINY, "--only", *only, "--precision", precision, "--output-steps", "4"]
-    done = command("run", "planets", "--out", folder / precision, "--data", folder / "data", *flags)
-    assert done.returncode == 0, done.stderr
-    assert "tailoring (10 steps)" in done.stdout
+    assert "tailoring (10 steps)" in run_here("run", "planets", "--out", folder / precision, "--data", folder / "data", *flags)
     weights = trained(folder / precision / "weights", only[1])[0]
     assert weights["layers.0.weight"].dtype == (torch.float64 if precision == "64-true" else torch.float32)
 
@@ -459,6 +461,16 @@ def test_every_training_has_a_name_of_its_own():
         trainings = list(dict.fromkeys(plan(config)))
         assert len({t.name for t in trainings}) == len(trainings)
     assert next(plan(planets.Config())) == Training("inductive", 0, 2e-3, 1000)
+
+
+def test_the_quick_run_trains_all_of_table_1_as_the_full_run_does():
+    quick, full = ({t.method: t for t in plan(config) if t.seed == 0} for config in (planets.quick(), planets.Config()))
+    assert quick.keys() >= {"inductive", "meta", "meta-each", "second-order"}
+    second = next(t for t in plan(planets.Config()) if t.method == "second-order")
+    assert (quick["second-order"].backprop, quick["second-order"].lr) == (second.backprop, second.lr) == ("last", 1e-4)
+    assert quick.keys() < full.keys()
+    named = [t.name for t in plan(replace(planets.Config(), extras=("second-order", "order")))]
+    assert len(named) == len(set(named))
 
 
 # The command

@@ -102,7 +102,8 @@ def test_it_compiles_as_one_graph(adapter, backprop, dynamic, backend):
     before = [dict(vars(module)) for module in model.net.modules()]
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend)
     torch.testing.assert_close(compiled(x), model(x))
-    with torch.no_grad():
+    # Without gradients it is another graph; of the adapters that are left out here, tests/test_compiled.py compiles it.
+    with torch.set_grad_enabled(adapter in ("Weights", "Shared")):
         torch.testing.assert_close(compiled(x[:3]), model(x[:3]))
     parameters = list(model.parameters())
     grads = [torch.autograd.grad(summed_error(m(x), x), parameters) for m in (compiled, model)]
@@ -119,7 +120,7 @@ def test_guards_work_in_compiled_code():
     x = queries()
     x[2, 0] = 100.0
     for options in ({"keep": "best", "stop": 1.0}, {"momentum": 0.5, "clip": 0.1}):
-        model = Tailored(mlp(), explodes, adapt=CN(nn.Tanh), steps=3, lr=1e-2, **options).prepare(x)
+        model = Tailored(mlp(), explodes, adapt=CN(nn.Tanh), steps=2, lr=1e-2, **options).prepare(x)
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), model(x))

@@ -31,10 +31,12 @@ def _paths(results: Results) -> Picture | None:
             ax.plot(curve["physics"], curve["mse"], ".-", markersize=3, linewidth=1, label=f"{label} (lr {lr:g})")
             ax.plot(curve["physics"][0], curve["mse"][0], "ko", markersize=4)
             drawn += 1
+    if not drawn:
+        return None
     ax.set(xlabel="physics loss", ylabel="task loss (MSE)")
     ax.legend(frameon=False, fontsize=8)
     caption = f"Figure 2: paths of optimisation at prediction time, {c['output_steps']} small steps from the dots, first seed, test data."
-    return Picture("paths", caption, figure) if drawn else None
+    return Picture("paths", caption, figure)
 
 
 def _roll_outs(results: Results) -> Picture | None:
@@ -55,9 +57,9 @@ def _roll_outs(results: Results) -> Picture | None:
             for ax, what in zip(axes, ("energy", "error"), strict=True):
                 ax.semilogy(range(1, 1 + len(of[0]["ways"][way][what])), of[0]["ways"][way][what], label=f"{method}, {way}")
             drawn += 1
+    if not drawn:
+        return None
     axes[0].set(xlabel="steps", ylabel="median change of energy since the start")
     axes[1].set(xlabel="steps", ylabel="median squared error")
     axes[0].legend(frameon=False, fontsize=8)
-    return (
-        Picture("rollouts", "Roll-outs: predictions of predictions, first seed, medians over test trajectories.", figure) if drawn else None
-    )
+    return Picture("rollouts", "Roll-outs: predictions of predictions, first seed, medians over test trajectories.", figure)
