@@ -110,7 +110,10 @@ def hurry(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], An
 def hurry_by_row(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], Any], steps: int) -> tuple[dict[str, Tensor], Tensor]:
     """The same for code that cannot look: the state, and the rows of it in which all went well, as `descend` would have found them."""
     state, seen = _descend_blindly(gradient, state, rate, steps)
-    return state, states.finite(cast(State, state)) & torch.stack(seen).isfinite().all(0)
+    fine = states.finite(cast(State, state))
+    for values in seen:
+        fine = fine & values.isfinite()
+    return state, fine
 
 
 def _descend_blindly(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], Any], steps: int) -> Any:
