@@ -10,7 +10,7 @@ import torch
 
 from tailoring.experiments import _nbody
 from tailoring.experiments._cache import cached
-from tailoring.experiments._nbody import System, acceleration, integrate, load, stable_systems
+from tailoring.experiments._nbody import Climb, System, acceleration, compiled_step, integrate, load, runge_kutta, stable_systems
 from tailoring.experiments._planet_nets import Invariants, PairNet, constant_velocity, moving, projected, violation
 
 SMALL = System(trajectories=24, slots=96, stable=40, kept=12, ahead=6)
@@ -280,3 +280,21 @@ def test_nothing_is_left_of_a_write_that_failed(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         cached(tmp_path, "x", Settings(), lambda: {"a": torch.arange(3)})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_compiled_step_has_the_same_bits():
+    system = replace(SMALL, slots=64)
+    step, climb = compiled_step(system), Climb(system)
+    assert step is not runge_kutta
+    given = climb.position, climb.velocity, climb.mass, system.gravity, system.dt / system.substeps
+    for ours, expected in zip(step(*given), runge_kutta(*given), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_without_a_compiler_the_generator_runs_as_it_is(monkeypatch):
+    def no_compiler(*_):
+        raise torch._dynamo.exc.TorchDynamoException("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: no_compiler)
+    with pytest.warns(UserWarning, match=r"runs uncompiled, .*: no C\+\+ compiler"):
+        assert compiled_step(SMALL) is runge_kutta
