@@ -47,6 +47,7 @@ class Places(NamedTuple):
 
     sites: tuple[Site, ...]
     prefix: Prefix  # modules that lie below the first site, and can run once for all steps
+    multiplications: float  # that these make for a query
     answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
 
 

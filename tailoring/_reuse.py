@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,8 @@ from ._sites import Reading, Seen, first_and_another, intercepted
 from ._trees import map_tensors, model_call, tensors
 
 Prefix = Mapping[str, tuple[str, ...]]  # modules whose answers can be kept; of each, where the numbers are that it may look at
-WORTH_IT = 0.1  # of the multiplications of a forward pass; a smaller prefix costs more to look after than it saves
+WORTH_IT = 0.1  # of the multiplications of a forward pass; a smaller prefix costs more to look after than it saves,
+WORTH_KEEPING = 1_000_000  # as does, in eager mode, one with fewer multiplications in the whole batch: those take 0.1 ms on a CPU
 
 
 # Of what else a module is given, or answers, only what cannot change may be kept: a list or an object may be another one later.
@@ -242,12 +243,21 @@ def _outermost(module: nn.Module, name: str, outputs: set[nn.Module], weights: s
         yield from _outermost(inner, f"{name}.{child}" if name else child, outputs, weights)
 
 
+def worth_keeping(multiplications: float) -> bool:
+    """Whether a prefix that makes so many of them for a batch is worth its keep: always in compiled code, which looks after nothing."""
+    return torch.compiler.is_compiling() or multiplications >= WORTH_KEEPING
+
+
 def _share(model: nn.Module, names: tuple[str, ...], seen: list[Seen]) -> float:
     """The part of a forward pass's multiplications that these modules make."""
+    return multiplications(model, names, seen) / max(1, multiplications(model, ("",), seen))
+
+
+def multiplications(model: nn.Module, names: Iterable[str], seen: list[Seen]) -> int:
+    """How many these modules make, for as many queries as were seen."""
     modules = dict(model.named_modules())
     costs = [(s.name, _multiplications(modules[s.name], s.shape)) for s in seen if s.leaf == 0]
-    mine = sum(cost for name, cost in costs if any(name == n or not n or name.startswith(f"{n}.") for n in names))
-    return mine / max(1, sum(cost for _, cost in costs))
+    return sum(cost for name, cost in costs if any(name == n or not n or name.startswith(f"{n}.") for n in names))
 
 
 def _multiplications(module: nn.Module, out: tuple[int, ...]) -> int:

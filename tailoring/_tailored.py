@@ -19,7 +19,7 @@ from ._learned import Learned, OwnNames
 from ._recompute import recomputed
 from ._records import Batch, Fit, Places, Trace, all_finite, better, finite_rows, leaves_inference_mode, rows_where
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
-from ._reuse import Prefix, Reuse, find_prefix, held_by, serving
+from ._reuse import Reuse, find_prefix, held_by, multiplications, serving, worth_keeping
 from ._rules import LBFGS, Descent, Functional, Rates
 from ._sites import Reading, alone, watch
 from ._states import State, compact, device_of, rows_of, where
@@ -229,19 +229,26 @@ class Tailored(OwnNames):
         if isinstance(self.loss, nn.Module):
             refuse_mixing_modules(self.loss)
         queries = count_rows(x)
-        sites, prefix, _ = self._find_places(x)
+        places = self._find_places(x)
+        sites = places.sites
         if start is not None:
             check_state(start, self._identity(Batch(x, queries, sites), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
             raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
         start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
-            return [Batch(x, queries, sites, seeds, start, self._reuse(prefix))]
+            return [Batch(x, queries, sites, seeds, start, self._reuse(places, queries))]
         parts = split_rows([x, start, seeds], self.chunk)
-        return [Batch(part, count_rows(part), sites, own_seeds, own_start, self._reuse(prefix)) for part, own_start, own_seeds in parts]
+        sizes = [count_rows(part) for part, *_ in parts]
+        return [
+            Batch(part, n, sites, own_seeds, own, self._reuse(places, n)) for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
+        ]
 
-    def _reuse(self, prefix: Prefix) -> Reuse | None:
+    def _reuse(self, places: Places, queries: int) -> Reuse | None:
         """Weights in training need the graph of every pass, and may move between two; frozen ones, or without gradients, need not."""
+        prefix = places.prefix
+        if not worth_keeping(places.multiplications * queries):
+            return None
         if prefix and torch.is_grad_enabled():
             if torch.compiler.is_compiling():
                 return None
@@ -261,7 +268,7 @@ class Tailored(OwnNames):
             sites, seen = self.adapt.sites(self.net, x), watch(self.net, x)
             prefix = find_prefix(self.adapt, self.net, sites, seen, x)
             answer_rows = {s.leaf: s.rows for s in seen if s.name == "" and s.leaf >= 0}
-            self._places[key] = self._places["compiled"] = Places(sites, prefix, answer_rows)
+            self._places[key] = self._places["compiled"] = Places(sites, prefix, multiplications(self.net, prefix, seen) / 2, answer_rows)
         return self._places[key]
 
     def _key(self, x: Any) -> Any:

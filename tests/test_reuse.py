@@ -18,6 +18,11 @@ from tailoring.nn import cifar_resnet
 H = 5  # layers
 
 
+@pytest.fixture(autouse=True)
+def _however_small(monkeypatch):
+    monkeypatch.setattr(_reuse, "WORTH_KEEPING", 0)
+
+
 ROWS: Counter[nn.Module] = Counter()  # not in the layer: one that changes its own attributes is never reused
 
 
@@ -65,6 +70,13 @@ def test_answers_are_those_of_full_passes(monkeypatch, adapt, activation, loss):
         answer = model(X)
     assert torch.allclose(answer, without_reuse(monkeypatch, model, X), atol=1e-6)
     assert not torch.allclose(answer, model.net(X), rtol=0, atol=1e-5)
+
+
+def test_a_small_prefix_is_left_alone_until_the_batch_is_large(monkeypatch):
+    monkeypatch.setattr(_reuse, "WORTH_KEEPING", 64 * H * 10)  # the multiplications of ten queries
+    model = Tailored(mlp(), drift, adapt=CN(LAST), lr=0.1)
+    with torch.no_grad():
+        assert [len(model.trace(X.repeat(2, 1)[:n]).ran_once) > 0 for n in (9, 10)] == [False, True]
 
 
 def test_output_optimisation_runs_the_model_once():
