@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ._adapt import CN, Adapter
-from ._bound import Bound
 from ._compiled import Compiled
-from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
-from ._kernels import may_look, plain_kernels, precision_of, structure_of
-from ._learned import Learned, OwnNames
-from ._recompute import recomputed
-from ._records import Batch, Fit, Places, Trace, all_finite, better, finite_rows, leaves_inference_mode, rows_where
+from ._fitting import Fitting, Loss
+from ._inner import Backprop, Keep
+from ._kernels import may_look, precision_of, structure_of
+from ._learned import Learned
+from ._records import Batch, Places, Trace, all_finite, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
-from ._reuse import Reuse, find_prefix, held_by, multiplications, serving, worth_keeping
+from ._reuse import Reuse, find_prefix, held_by, multiplications, worth_keeping
 from ._rules import LBFGS, Descent, Functional, Rates
-from ._sites import Reading, alone, watch
-from ._states import State, compact, device_of, rows_of, where
+from ._sites import alone, watch
+from ._states import State, compact
 from ._trees import (
     Inputs,
-    as_call,
     cat_rows,
     count_rows,
     model_call,
     split_rows,
-    take_rows,
-    tensors,
 )
-from ._validate import check_losses, check_settings, check_state, refuse_mixing_modules
-
-Loss = Callable[..., Tensor]  # loss(model, x) -> (queries,)
+from ._validate import check_settings, check_state, refuse_mixing_modules
 
 
-class Tailored(OwnNames):
+class Tailored(Fitting):
     """A model that minimises `loss` on each query, with parameters of the query's own, before it answers.
 
         state = adapt.init(...)                           # the model as it is
@@ -111,10 +104,6 @@ class Tailored(OwnNames):
         self._compiled: Compiled | None = None
         plain = isinstance(self.rule, Descent) and self.rule.is_plain and self.keep == "last" and stop is None
         self._may_hurry = plain and not self.adapt.outer_products
-
-    @property
-    def loss(self) -> Loss:
-        return self.tailoring.loss
 
     @leaves_inference_mode
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +183,7 @@ class Tailored(OwnNames):
         elif not isinstance(self.rule, Descent) and "optimizer" not in changes:
             if changes.keys() & descent:
                 raise ValueError(f"{sorted(changes.keys() & descent)[0]} belongs to gradient descent; this model uses {self.rule!r}")
-            settings["optimizer"] = self.rule if isinstance(self.rule, LBFGS) else self.rule.optimizer
+            settings["optimizer"] = self.rule.optimizer if isinstance(self.rule, Functional) else self.rule
         other = Tailored(self.net, self.loss, **(settings | changes))
         if other.adapt is self.adapt:
             other.tailoring.start = self.tailoring.start
@@ -209,7 +198,11 @@ class Tailored(OwnNames):
     def _compiled_answer(self, x: Any) -> Any:
         def answer(part: Any) -> Any:
             (batch,) = self._batches(part)
-            return self._rescued(batch) if self._may_hurry else self._answer(batch, self._fit(batch).state)[0]
+            return (
+                self._rescued(batch, self._find_places(part).answer_rows)
+                if self._may_hurry
+                else self._answer(batch, self._fit(batch).state)[0]
+            )
 
         with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
             self._batches(x)  # what it refuses must be refused here, with its own words
@@ -279,147 +272,6 @@ class Tailored(OwnNames):
         leaves, spec = pytree.tree_flatten(x)
         parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
         return precision, tuple(parts), str(spec)
-
-    def _identity(self, batch: Batch, rows: int) -> State:
-        """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
-        learned = self.tailoring
-        device = tensors(batch.x)[0].device
-        if learned.wants_start and not learned.start:
-            learned.set_start(self.adapt.init(self.net, batch.sites, 1, device))
-        state = self.adapt.init(self.net, batch.sites, rows, device)
-        return learned.start_for(rows, state) if learned.wants_start else state
-
-    def _moments(self, batch: Batch) -> Iterator[Moment]:
-        """The inner loop on a batch, watching that nothing it still needs is changed between two steps."""
-        rows = self.adapt.rows(batch.queries)
-        needed = self._needed_unchanged()
-        versions = [p._version for p in needed]
-        start = self._identity(batch, rows) if batch.start is None else batch.start
-        learned = batch.start is None and self.tailoring.wants_start  # then it may train between two steps, and is asked for afresh
-        loop = descend(
-            functools.partial(self._gradient, batch),
-            lambda: self._identity(batch, rows) if learned else start,
-            self.rule,
-            steps=self.steps,
-            backprop=self.backprop,
-            stop=self.stop,
-            home=None if batch.start is None else self._identity(batch, rows),
-        )
-        for moment in loop:
-            yield moment
-            if needed and versions != [p._version for p in needed]:
-                raise RuntimeError(
-                    "weights changed between two inner steps, but later losses still need the graph of the earlier steps "
-                    "(backprop='all', or a learned lr): sum the outer losses, call backward() once, then step"
-                )
-
-    def _needed_unchanged(self) -> list[Tensor]:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return []
-        return list(self.parameters()) if self.backprop == "all" else list(self.tailoring.lr.values())
-
-    def _gradient(self, batch: Batch, state: State, rows: Tensor | None, step: int, graph: bool) -> tuple[Tensor, State]:
-        if torch.compiler.is_compiling() and batch.reuse is not None and step == 0:
-            with torch.no_grad():  # nothing made inside torch.func.grad may leave it; all else of this pass is dead code
-                self._losses(batch, rows, step, state, keep=True)
-        evaluate = functools.partial(self._losses, batch, rows, step)
-        return self._keeping_little(lambda: self.adapt.gradient(evaluate, batch.sites, state, (step, self.steps), graph), state)
-
-    def _keeping_little(self, compute: Callable[[], tuple[Any, Any]], state: State) -> tuple[Any, Any]:
-        """`compute()`; with `recompute`, its graph keeps no activations. (A compiler decides itself what to keep.)"""
-        if not self.recompute or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return compute()
-        return recomputed(compute, self.parameters, device_of(state))
-
-    def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
-        """The tailoring loss for each row of the state."""
-        x, seeds, reuse = (batch.x, batch.seeds, batch.reuse) if rows is None else (*take_rows((batch.x, batch.seeds), rows), None)
-        queries = count_rows(x)
-        keep = not torch.compiler.is_compiling() if keep is None else keep
-
-        def run(reading: Reading, args: Any, kwargs: Any) -> Any:
-            with serving(reuse, keep=keep):
-                return self.adapt.call(self.net, batch.sites, state, reading, args, kwargs, taps)
-
-        args, kwargs = as_call(x)
-        once = None if reuse is None else functools.partial(reuse.once, keep=keep)
-        if reuse is not None:
-            reuse.begin()
-        with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
-            losses = self.loss(self.adapt.bind(Bound(self.net, run, x, seeds, step, keep=once), x), *args, **kwargs)
-        check_losses(losses, queries)
-        return self.adapt.reduce(losses, rows_of(state))
-
-    def _fitted(self, batch: Batch) -> State:
-        first_order = self.backprop == "none" or not torch.is_grad_enabled()
-        if self._may_hurry and first_order and may_look() and isinstance(self.rule, Descent):
-            start = self._identity(batch, self.adapt.rows(batch.queries)) if batch.start is None else batch.start
-            state = hurry(functools.partial(self._gradient, batch), cast(dict[str, Tensor], start), self.rule.rate, self.steps)
-            if state is not None:
-                return dict(state)
-        return self._fit(batch).state
-
-    def _rescued(self, batch: Batch) -> Any:
-        """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
-        start = cast(dict[str, Tensor], self._identity(batch, self.adapt.rows(batch.queries)))
-        rule = cast(Descent, self.rule)
-        state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, rule.rate, self.steps)
-        out, home = (self._answer(batch, cast(State, s))[0] for s in (state, start))
-        return rows_where(fine, out, home, self._find_places(batch.x).answer_rows)
-
-    def _fit(self, batch: Batch, record: bool = False) -> Fit:
-        best: tuple[Tensor, State, Tensor] | None = None
-        before: Moment | None = None
-        losses: list[Tensor] = []
-        for moment in self._moments(batch):
-            if before is not None and moment.values is not None:
-                losses.append(moment.values)
-                best = better(best, moment.values, before) if self.keep == "best" else None
-            before = moment
-            early = self.stop is not None and self.chunk is None and may_look()  # all chunks take as many steps
-            if early and bool((moment.stopped | moment.failed).all()):
-                break
-        assert before is not None
-        state, steps = before.state, before.taken
-        if record or self.keep == "best":
-            with torch.no_grad():
-                values = self._losses(batch, None, self.steps, state)
-            losses += [values] * (self.steps + 1 - len(losses))
-            if self.keep == "best":
-                _, state, steps = better(best, torch.where(values.isnan(), torch.inf, values), before)
-                state = where(~before.failed, state, before.state)  # what failed is home in `before`
-                steps = torch.where(before.failed, 0, steps)
-        return Fit(compact(state), steps, before.stopped, before.failed, losses)
-
-    def _answer(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
-        """The prediction, and which rows of the state were not fit to answer with (None: no one, or that was not looked at)."""
-        args, kwargs = model_call(batch.x)
-
-        def run(state: State) -> Any:
-            with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"), serving(batch.reuse, keep=False):
-                return self.adapt.call(self.net, batch.sites, state, Reading(), args, kwargs)
-
-        out = run(state)
-        if not may_look() or all_finite(out):
-            return out, None
-        rows = rows_of(state)
-        bad = ~finite_rows(out, rows).to(device_of(state))
-        if bad.any():  # a state may be finite and yet too far out to answer with
-            identity = self._identity(batch, rows)
-            with torch.no_grad():
-                bad = bad & finite_rows(run(identity), rows)  # else the untailored answer is no better
-            if bad.any():
-                out = run(where(~bad, state, identity))
-        return out, bad
-
-    def _trace(self, batch: Batch) -> Trace:
-        fit = self._fit(batch, record=True)
-        prediction, bad = self._answer(batch, fit.state)
-        failed = fit.failed if bad is None else fit.failed | bad
-        per_query = [t.expand(batch.queries) for t in (torch.where(failed, 0, fit.steps), fit.stopped, failed, *fit.losses)]
-        steps, stopped, failed, *losses = per_query
-        once = () if batch.reuse is None else tuple(name for name in batch.reuse.names if name in batch.reuse.used)
-        return Trace(prediction, torch.stack(losses), steps, stopped, failed, fit.state, batch.sites, once)
 
 
 @leaves_inference_mode

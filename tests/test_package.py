@@ -41,7 +41,20 @@ ROOMS = [
     "_copies",
     "_taps",
 ]
-ROOMS += ["_layers", "_places", "_weights", "_learned", "_reuse", "_records", "_validate", "_tailored", "_outer", "_check", "_tune"]
+ROOMS += [
+    "_layers",
+    "_places",
+    "_weights",
+    "_learned",
+    "_reuse",
+    "_records",
+    "_validate",
+    "_fitting",
+    "_tailored",
+    "_outer",
+    "_check",
+    "_tune",
+]
 
 
 @pytest.mark.parametrize("room", ROOMS)
