@@ -38,7 +38,7 @@ class Fitting(OwnNames):
     keep: Keep
     stop: float | None
     chunk: int | None
-    _may_hurry: bool  # plain gradient descent on tensors: all numbers can be looked at in the end
+    _is_plain: bool  # plain gradient descent: what fails stays so, hence all numbers can be looked at in the end
 
     @property
     def loss(self) -> Loss:
@@ -116,19 +116,18 @@ class Fitting(OwnNames):
 
     def _fitted(self, batch: Batch) -> State:
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
-        if self._may_hurry and first_order and may_look() and isinstance(self.rule, Descent):
+        if self._is_plain and not self.adapt.outer_products and first_order and may_look() and isinstance(self.rule, Descent):
             start = self._identity(batch, self.adapt.rows(batch.queries)) if batch.start is None else batch.start
-            state = hurry(functools.partial(self._gradient, batch), cast(dict[str, Tensor], start), self.rule.rate, self.steps)
+            state = hurry(functools.partial(self._gradient, batch), start, self.rule.rate, self.steps)
             if state is not None:
-                return dict(state)
+                return state
         return self._fit(batch).state
 
     def _rescued(self, batch: Batch, answer_rows: Mapping[int, int | None]) -> Any:
         """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
-        start = cast(dict[str, Tensor], self._identity(batch, self.adapt.rows(batch.queries)))
-        rule = cast(Descent, self.rule)
-        state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, rule.rate, self.steps)
-        out, home = (self._answer(batch, cast(State, s))[0] for s in (state, start))
+        start = self._identity(batch, self.adapt.rows(batch.queries))
+        state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, cast(Descent, self.rule).rate, self.steps)
+        out, home = (self._answer(batch, s)[0] for s in (state, start))
         return rows_where(fine, out, home, answer_rows)
 
     def _fit(self, batch: Batch, record: bool = False) -> Fit:

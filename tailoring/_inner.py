@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from . import _states as states
 from ._kernels import may_look
 from ._rules import Rule
-from ._states import State
+from ._states import Entry, State
 
 Backprop = Literal["none", "last", "all"]
 Keep = Literal["last", "best"]
@@ -95,7 +95,7 @@ def descend(
         yield Moment(reached, home or base, values, taken, failed, stopped)
 
 
-def hurry(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], Any], steps: int) -> dict[str, Tensor] | None:
+def hurry(gradient: Gradient, state: State, rate: Callable[[str, int], Any], steps: int) -> State | None:
     """What `descend` comes to by plain gradient descent, at first order, if all goes well: nothing is looked at on the way.
 
     None if a number was not finite somewhere, which is rare: then `descend` has to find out where. A state that is not finite once
@@ -103,27 +103,33 @@ def hurry(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], An
     """
     state, seen = _descend_blindly(gradient, state, rate, steps)
     with torch.no_grad():
-        norms = torch._foreach_norm([*seen, *state.values()])  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch._foreach_norm([*seen, *map(states.as_tensor, state.values())])  # pyright: ignore[reportPrivateImportUsage]
         return state if math.isfinite(torch.stack(norms).sum().item()) else None
 
 
-def hurry_by_row(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], Any], steps: int) -> tuple[dict[str, Tensor], Tensor]:
+def hurry_by_row(gradient: Gradient, state: State, rate: Callable[[str, int], Any], steps: int) -> tuple[State, Tensor]:
     """The same for code that cannot look: the state, and the rows of it in which all went well, as `descend` would have found them."""
     state, seen = _descend_blindly(gradient, state, rate, steps)
-    fine = states.finite(cast(State, state))
+    fine = states.finite(state)
     for values in seen:
         fine = fine & values.isfinite()
     return state, fine
 
 
-def _descend_blindly(gradient: Any, state: dict[str, Tensor], rate: Callable[[str, int], Any], steps: int) -> Any:
+def _descend_blindly(gradient: Gradient, state: State, rate: Callable[[str, int], Any], steps: int) -> tuple[State, list[Tensor]]:
     """The state after all steps, and the losses before each."""
     seen: list[Tensor] = []
     for step in range(steps):
         values, grads = gradient(state, None, step, False)
-        state = {name: torch.add(t, grads[name], alpha=-rate(name, step)) for name, t in state.items()}
+        state = {name: _moved(entry, grads[name], rate(name, step)) for name, entry in state.items()}
         seen.append(values.detach())  # with its graph, all that the weights below the first site would need stays
     return state, seen
+
+
+def _moved(entry: Entry, grad: Entry, rate: Any) -> Entry:
+    if isinstance(entry, Tensor) and isinstance(grad, Tensor):
+        return torch.add(entry, grad, alpha=-rate)
+    return states.add({"": entry}, states.scale({"": grad}, lambda _: -rate))[""]
 
 
 def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor], step: int) -> tuple[State, Any, Tensor]:

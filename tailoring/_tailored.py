@@ -102,8 +102,7 @@ class Tailored(Fitting):
         self._prepared = False
         self.compile_options: Mapping[str, Any] | None = None if compile is False else {} if compile is True else compile
         self._compiled: Compiled | None = None
-        plain = isinstance(self.rule, Descent) and self.rule.is_plain and self.keep == "last" and stop is None
-        self._may_hurry = plain and not self.adapt.outer_products
+        self._is_plain = isinstance(self.rule, Descent) and self.rule.is_plain and self.keep == "last" and stop is None
 
     @leaves_inference_mode
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +113,7 @@ class Tailored(Fitting):
             return self.net(*args, **kwargs)
         if self.compile_options is not None and may_look() and not torch.is_grad_enabled():
             out = self._compiled_answer(x)
-            if self._may_hurry or all_finite(out):
+            if self._is_plain or all_finite(out):
                 return out  # else let the guards of eager mode look at it
         answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
         return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
@@ -198,11 +197,9 @@ class Tailored(Fitting):
     def _compiled_answer(self, x: Any) -> Any:
         def answer(part: Any) -> Any:
             (batch,) = self._batches(part)
-            return (
-                self._rescued(batch, self._find_places(part).answer_rows)
-                if self._may_hurry
-                else self._answer(batch, self._fit(batch).state)[0]
-            )
+            if self._is_plain:
+                return self._rescued(batch, self._find_places(part).answer_rows)
+            return self._answer(batch, self._fit(batch).state)[0]
 
         with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
             self._batches(x)  # what it refuses must be refused here, with its own words

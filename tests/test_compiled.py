@@ -240,3 +240,16 @@ def test_random_numbers_are_drawn_anew_each_time():
     merge_repeats(made.graph)
     made.recompile()
     assert made(torch.zeros(5)).abs().sum() > 0
+
+
+@pytest.mark.parametrize("bad", [1e200, 1e-3], ids=["fails", "goes well"])
+def test_exact_weights_are_not_looked_at_either(monkeypatch, bad):
+    x = queries(4)
+    x[1] *= bad
+    model = Tailored(mlp(act=nn.ReLU), drift, adapt=Weights(), steps=2, lr=1e-3, compile=AOT)
+    expected = model.replace(compile=False).trace(x)
+    assert expected.failed.tolist() == [False, bad > 1, False, False]
+    with torch.no_grad():
+        model(x)
+        monkeypatch.setattr(Tailored, "_fit", None)
+        torch.testing.assert_close(model(x), expected.prediction)

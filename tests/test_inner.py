@@ -312,7 +312,7 @@ def test_the_hurried_loop_comes_to_what_the_careful_one_does(steps):
     model = Tailored(net, lambda m, x: (m(x) - x).square().sum(1), steps=steps, lr={"*gamma": 0.1, "*beta": 0.2})
     batch = model._batches(x)[0]
     careful, hurried = model._fit(batch).state, model._fitted(batch)
-    assert model._may_hurry
+    assert model._is_plain
     assert all(torch.allclose(careful[name], hurried[name], rtol=1e-12) for name in careful)  # type: ignore[arg-type]
     assert not any(torch.equal(careful[name], start) for name, start in model.adapt.init(net, batch.sites, 5).items())  # type: ignore[arg-type]
 
