@@ -31,14 +31,18 @@ class Compiled:
         self.programs: dict[torch.device, Program] = {}
         self.sizes: dict[Any, list[int]] = {}
 
-    def __call__(self, key: Any, x: Any, chunk: int | None, rows: Mapping[int, int | None]) -> Any:
-        """The answers to `x`. `key` is what a program depends on besides the size, `rows` the answers' dimensions of the queries."""
-        parts = split_rows(x, chunk) if chunk is not None and count_rows(x) > chunk else [x]
-        return cat_rows([self._part(key, part, chunk, rows) for part in parts], rows)
+    def __call__(self, key: Any, x: Any, chunk: int | None, rows: Mapping[int, int | None], *, fills: bool) -> Any:
+        """The answers to `x`. `key` is what a program depends on besides the size, `rows` the answers' dimensions of the queries.
 
-    def _part(self, key: Any, x: Any, chunk: int | None, rows: Mapping[int, int | None]) -> Any:
+        Without `fills` the batch stays as it is: its answers hold what cannot be cut off by rows.
+        """
+        parts = split_rows(x, chunk) if chunk is not None and count_rows(x) > chunk else [x]
+        answers = [self._part(key, part, chunk, rows, fills and self.fills) for part in parts]
+        return answers[0] if len(answers) == 1 else cat_rows(answers, rows)
+
+    def _part(self, key: Any, x: Any, chunk: int | None, rows: Mapping[int, int | None], fills: bool) -> Any:
         queries, device = count_rows(x), tensors(x)[0].device
-        size = self._size((key, device), queries, chunk)
+        size = self._size((key, device), queries, chunk) if fills else queries
         if device not in self.programs:
             self.programs[device] = torch.compile(self.answer, fullgraph=True, dynamic=False, **_options(device, self.options))
         if size > queries:
@@ -54,8 +58,6 @@ class Compiled:
 
     def _size(self, key: Any, queries: int, chunk: int | None) -> int:
         """The size of the program that answers so many queries."""
-        if not self.fills:
-            return queries
         sizes = self.sizes.setdefault(key, [])
         fitting = [size for size in sizes if queries <= size <= _MOST_PADDING * queries]
         if fitting:
@@ -70,6 +72,8 @@ def _options(device: torch.device, given: Mapping[str, Any]) -> dict[str, Any]:
     """As given; else Inductor, with CUDA graphs (mode "reduce-overhead"), and without the repeats that the passes of one batch have."""
     if {"mode", "backend"} & given.keys():
         return dict(given)
+    if taken := {"fullgraph", "dynamic"} & given.keys():
+        raise ValueError(f"compile sets {sorted(taken)[0]!r} itself: whole graphs of fixed sizes; give other options of torch.compile")
     graphs = {"triton.cudagraphs": True} if device.type == "cuda" else {}
     return {**given, "options": {**graphs, **merging(), **given.get("options", {})}}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -87,13 +88,13 @@ class Fitting(OwnNames):
             with torch.no_grad():  # nothing made inside torch.func.grad may leave it; all else of this pass is dead code
                 self._losses(batch, rows, step, state, keep=True)
         evaluate = functools.partial(self._losses, batch, rows, step)
-        return self._keeping_little(lambda: self.adapt.gradient(evaluate, batch.sites, state, (step, self.steps), graph), state)
+        return self._keeping_little(lambda: self.adapt.gradient(evaluate, batch.sites, state, (step, self.steps), graph), batch, state)
 
-    def _keeping_little(self, compute: Callable[[], tuple[Any, Any]], state: State) -> tuple[Any, Any]:
+    def _keeping_little(self, compute: Callable[[], tuple[Any, Any]], batch: Batch, state: State) -> tuple[Any, Any]:
         """`compute()`; with `recompute`, its graph keeps no activations. (A compiler decides itself what to keep.)"""
         if not self.recompute or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return compute()
-        return recomputed(compute, self.parameters, device_of(state))
+        return recomputed(compute, lambda: [*self.parameters(), *self.buffers(), *tensors((batch.x, batch.seeds))], device_of(state))
 
     def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
         """The tailoring loss for each row of the state."""
@@ -118,17 +119,22 @@ class Fitting(OwnNames):
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
         if self._is_plain and not self.adapt.outer_products and first_order and may_look() and isinstance(self.rule, Descent):
             start = self._identity(batch, self.adapt.rows(batch.queries)) if batch.start is None else batch.start
-            state = hurry(functools.partial(self._gradient, batch), start, self.rule.rate, self.steps)
-            if state is not None:
-                return state
+            with contextlib.suppress(Exception):  # of a loss that refuses numbers which are not finite; any other will come again
+                state = hurry(functools.partial(self._gradient, batch), start, self.rule.rate, self.steps)
+                if state is not None:
+                    return state
         return self._fit(batch).state
 
-    def _rescued(self, batch: Batch, answer_rows: Mapping[int, int | None]) -> Any:
+    def _rescued(self, batch: Batch) -> Any:
         """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
         start = self._identity(batch, self.adapt.rows(batch.queries))
         state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, cast(Descent, self.rule).rate, self.steps)
-        out, home = (self._answer(batch, s)[0] for s in (state, start))
-        return rows_where(fine, out, home, answer_rows)
+        out = self._answer(batch, where(fine, state, start))[0]
+        if not batch.places.answers_by_row:
+            return out  # then what is not finite in it is looked at from outside
+        home, where_rows, rows = self._answer(batch, start)[0], batch.places.answer_rows, rows_of(start)
+        worse = ~finite_rows(out, rows, where_rows) & finite_rows(home, rows, where_rows)
+        return rows_where(~worse, out, home, where_rows)
 
     def _fit(self, batch: Batch, record: bool = False) -> Fit:
         best: tuple[Tensor, State, Tensor] | None = None
@@ -165,12 +171,12 @@ class Fitting(OwnNames):
         out = run(state)
         if not may_look() or all_finite(out):
             return out, None
-        rows = rows_of(state)
-        bad = ~finite_rows(out, rows).to(device_of(state))
+        rows, where_rows = rows_of(state), batch.places.answer_rows
+        bad = ~finite_rows(out, rows, where_rows).to(device_of(state))
         if bad.any():  # a state may be finite and yet too far out to answer with
             identity = self._identity(batch, rows)
             with torch.no_grad():
-                bad = bad & finite_rows(run(identity), rows)  # else the untailored answer is no better
+                bad = bad & finite_rows(run(identity), rows, where_rows).to(bad.device)  # else the untailored answer is no better
             if bad.any():
                 out = run(where(~bad, state, identity))
         return out, bad

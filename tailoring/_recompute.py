@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ._kernels import may_look
+from ._trees import tensors
 
 Out = TypeVar("Out", bound=tuple[Any, ...])
 _SAME = 1e-3  # how far, relative to the largest, numbers may be from those of the first time, which came from the same kernels
@@ -36,14 +37,14 @@ class _Recomputed:
         self.versions = [(id(w), w._version) for w in weights()]
         self.autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         self.saved: list[weakref.ref[_Saved]] = []  # in the order of saving; they live as long as the graph needs them
-        self.first: Tensor | None = None
+        self.first: list[Tensor] = []
 
     def run(self) -> tuple[Any, ...]:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             out = self.compute()
         for saved in filter(None, (ref() for ref in self.saved)):
             saved.tensor = None
-        self.first = out[0].detach() if isinstance(out[0], Tensor) else None
+        self.first = [t.detach() for t in tensors(out[0])]
         return out
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -62,7 +63,7 @@ class _Recomputed:
     def _again(self) -> None:
         if [(id(w), w._version) for w in self.weights()] != self.versions:
             raise RuntimeError(
-                "weights changed before backward(), and recompute=True computes the inner steps again with the weights there are: "
+                "weights changed before backward(), or the queries, and recompute=True computes the inner steps again with what there is: "
                 "call backward() before the optimiser steps"
             )
         made: list[Tensor] = []
@@ -80,10 +81,20 @@ class _Recomputed:
                 saved.hold(tensor)
 
     def _same(self, again: Any) -> bool:
-        if self.first is None or not may_look():
+        """Number by number, up to what rounding may do to a small one; a query's are not to be hidden by the large ones of another."""
+        found = [t.detach() for t in tensors(again)]
+        if not may_look():
             return True
-        largest = self.first.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-        return torch.allclose(again.detach(), self.first, rtol=0.0, atol=_SAME * largest, equal_nan=True)
+        return len(found) == len(self.first) and all(map(_alike, found, self.first))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if not b.is_floating_point() or not b.numel():
+        return a.shape == b.shape
+    rows = b.reshape(b.shape[0] if b.ndim else 1, -1)
+    size = rows.nan_to_num(0.0, 0.0, 0.0).abs().amax(1, keepdim=True)  # of the row's largest number
+    there, here = ((t.reshape(rows.shape) / size.clamp(min=torch.finfo(b.dtype).tiny)) for t in (b, a))
+    return torch.allclose(here, there, rtol=0.0, atol=_SAME, equal_nan=True)
 
 
 def recomputed(compute: Callable[[], Out], weights: Callable[[], Iterable[Tensor]], device: torch.device) -> Out:

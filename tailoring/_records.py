@@ -15,7 +15,7 @@ from ._adapt import Site
 from ._inner import Moment
 from ._reuse import Prefix, Reuse
 from ._states import State, where
-from ._trees import map_tensors, repeat_rows, tensors
+from ._trees import first_tensor, map_tensors, repeat_rows, tensors
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Places(NamedTuple):
     prefix: Prefix  # modules that lie below the first site, and can run once for all steps
     multiplications: float  # that these make for a query
     answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
+    answers_by_row: bool  # every tensor of the answer has one, in which the rows of a query follow each other
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,14 @@ class Batch:
 
     x: Any
     queries: int
-    sites: tuple[Site, ...]
+    places: Places
     seeds: Tensor | None = None
     start: State | None = None  # a warm start
     reuse: Reuse | None = None
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return self.places.sites
 
 
 @dataclass(frozen=True)
@@ -85,30 +90,28 @@ def all_finite(out: Any) -> bool:
     return all(math.isfinite(t.detach().sum().item()) for t in tensors(out) if t.is_floating_point())
 
 
-def finite_rows(out: Any, rows: int) -> Tensor:
-    checks = [
-        t.detach().reshape(rows, -1).isfinite().all(1) for t in tensors(out) if t.is_floating_point() and t.ndim and t.shape[0] % rows == 0
-    ]
-    return torch.stack(checks).all(0) if checks else torch.ones(rows, dtype=torch.bool)
+def finite_rows(out: Any, rows: int, dimensions: Mapping[int, int | None]) -> Tensor:
+    """(rows,): whether all numbers of the row are finite, in all tensors that have rows; `dimensions` says where."""
+    found = [(t.detach(), dim) for t, dim in _with_dimensions(out, dimensions) if dim is not None and t.is_floating_point()]
+    checks = [t.movedim(dim, 0).reshape(rows, -1).isfinite().all(1) for t, dim in found if t.shape[dim] % rows == 0]
+    return torch.stack(checks).all(0) if checks else torch.ones(rows, dtype=torch.bool, device=first_tensor(out).device)
 
 
-def rows_where(fine: Tensor, out: Any, other: Any, dimensions: Mapping[int, int | None]) -> Any:
-    """`out` in the rows that are `fine` and finite in all of its tensors, else `other`; `dimensions` says where a tensor has its rows."""
-    found = tensors(out)
-    places = [dimensions.get(place, 0) if t.ndim else None for place, t in enumerate(found)]
-    for t, dim in zip(found, places, strict=True):
-        if dim is not None and t.is_floating_point():
-            fine = fine & t.movedim(dim, 0).reshape(len(fine), -1).isfinite().all(1)
-    others = iter(zip(tensors(other), places, strict=True))
+def rows_where(rows: Tensor, yes: Any, no: Any, dimensions: Mapping[int, int | None]) -> Any:
+    """The `rows` of `yes`, and the others of `no`, in all tensors, each of which has rows, those of a query in a row."""
+    pairs = iter(zip(tensors(no), _with_dimensions(yes, dimensions), strict=True))
 
     def choose(t: Tensor) -> Tensor:
-        instead, dim = next(others)
-        if dim is None:
-            return t
-        mask = repeat_rows(fine, t.shape[dim] // len(fine)).view([-1 if d == dim else 1 for d in range(t.ndim)])
+        instead, (_, dim) = next(pairs)
+        assert dim is not None
+        mask = repeat_rows(rows, t.shape[dim] // len(rows)).view([-1 if d == dim else 1 for d in range(t.ndim)])
         return torch.where(mask, t, instead)
 
-    return map_tensors(choose, out)
+    return map_tensors(choose, yes)
+
+
+def _with_dimensions(out: Any, dimensions: Mapping[int, int | None]) -> list[tuple[Tensor, int | None]]:
+    return [(t, dimensions.get(place, 0) if t.ndim else None) for place, t in enumerate(tensors(out))]
 
 
 def leaves_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
 A module that is given the very tensors that it was given before, and holds nothing that is adapted, would answer what it answered before.
 So its answer is kept, and the next module is given the very tensor again: the whole prefix of a network of submodule calls
 runs once for each input. What stands between two such calls in plain functions breaks the chain, and costs time, never truth.
-So does whatever lets a module be more than a function of its tensors: attributes that change, lists and objects, hooks inside.
+So does whatever lets a module be more than a function of its tensors: attributes that change, lists and objects that it is given, hooks
+inside. (An object that it holds counts as the same while it is: one that changes inside, without a tensor, is not noticed.)
 """
 
 from __future__ import annotations
@@ -220,10 +221,10 @@ def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: A
 
 
 def _numbers(model: nn.Module, name: str) -> tuple[str, ...]:
-    """Where a module and those below it hold numbers that a loss may change between two passes: not in PyTorch's own layers."""
+    """Where a module and those below it hold numbers, or what may become one, that a loss may change between two passes."""
     below = model.get_submodule(name).named_modules(prefix=name)
-    own = [(path, m) for path, m in below if not type(m).__module__.startswith("torch.nn.")]
-    return tuple(f"{path}.{key}" for path, m in own for key, v in vars(m).items() if isinstance(v, bool | int | float | str))
+    held = [(f"{path}.{key}", value) for path, module in below for key, value in vars(module).items() if not key.startswith("_")]
+    return tuple(path for path, value in held if isinstance(value, (*_CONSTANTS, tuple)))
 
 
 def _at(model: nn.Module, path: str) -> Any:

@@ -50,6 +50,7 @@ class Descent:
 
     def __init__(self, lr: Rates, *, momentum: float = 0.0, clip: float | None = None, proximal: float = 0.0):
         self.lr, self.momentum, self.clip, self.proximal = lr, momentum, clip, proximal
+        self._keys: dict[str, str] = {}  # of a dict of step sizes, which of them a name has
         for rate in lr.values() if isinstance(lr, Mapping) else [lr]:
             _check_rate(rate)
         if not 0 <= momentum < 1:
@@ -85,13 +86,18 @@ class Descent:
         if type(rate) is float:
             return rate
         if isinstance(rate, Mapping):
-            found = [key for key in rate if key == name or fnmatchcase(name, key)]
-            if not found:
-                raise ValueError(f"lr names no step size for {name!r}; it has: {list(rate)}")
-            rate = rate[name if name in rate else found[0]]
+            if name not in self._keys:  # dynamo cannot follow patterns: whoever compiles has asked before
+                self._keys[name] = self._key(name, rate)
+            rate = rate[self._keys[name]]
         if isinstance(rate, Tensor):
             return rate[step] if rate.ndim else rate
         return rate[step] if isinstance(rate, Sequence) else rate
+
+    def _key(self, name: str, rates: Mapping[str, Any]) -> str:
+        found = [key for key in rates if key == name or fnmatchcase(name, key)]
+        if not found:
+            raise ValueError(f"lr names no step size for {name!r}; it has: {list(rates)}")
+        return name if name in rates else found[0]
 
     def __repr__(self) -> str:
         return f"Descent(lr={self.lr}, momentum={self.momentum}, clip={self.clip}, proximal={self.proximal})"

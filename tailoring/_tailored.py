@@ -113,7 +113,7 @@ class Tailored(Fitting):
             return self.net(*args, **kwargs)
         if self.compile_options is not None and may_look() and not torch.is_grad_enabled():
             out = self._compiled_answer(x)
-            if self._is_plain or all_finite(out):
+            if (self._is_plain and self._find_places(x).answers_by_row) or all_finite(out):
                 return out  # else let the guards of eager mode look at it
         answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
         return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
@@ -131,9 +131,9 @@ class Tailored(Fitting):
         args, kwargs = model_call(x)
         if count_rows(x) == 0:
             return self.net(*args, **kwargs)
-        batch = Batch(x, count_rows(x), self._find_places(x).sites)
+        batch = Batch(x, count_rows(x), self._find_places(x))
         check_state(state, self._identity(batch, 1))
-        return self._keeping_little(lambda: self._answer(batch, state), state)[0]
+        return self._keeping_little(lambda: self._answer(batch, state), batch, state)[0]
 
     @leaves_inference_mode
     def trace(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Trace:
@@ -165,7 +165,9 @@ class Tailored(Fitting):
 
     def prepare(self, x: Any) -> Self:
         """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
-        self._identity(Batch(x, count_rows(x), self._find_places(x).sites), 1)
+        for name in self._identity(Batch(x, count_rows(x), self._find_places(x)), 1):
+            if isinstance(self.rule, Descent) and self.steps:
+                self.rule.rate(name, 0)
         make_traceable(self.net)
         self._prepared = True
         return self
@@ -198,7 +200,7 @@ class Tailored(Fitting):
         def answer(part: Any) -> Any:
             (batch,) = self._batches(part)
             if self._is_plain:
-                return self._rescued(batch, self._find_places(part).answer_rows)
+                return self._rescued(batch)
             return self._answer(batch, self._fit(batch).state)[0]
 
         with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
@@ -206,8 +208,8 @@ class Tailored(Fitting):
             if not self._prepared:
                 self.prepare(x)
             self._compiled = self._compiled or Compiled(answer, self.compile_options or {}, fills=self.adapt.rows(2) == 2)
-            self._places["compiled"] = self._find_places(x)
-            return self._compiled(self._key(x), x, self.chunk, self._places["compiled"].answer_rows)
+            places = self._places["compiled"] = self._find_places(x)
+            return self._compiled(self._key(x), x, self.chunk, places.answer_rows, fills=places.answers_by_row)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._places.clear()  # the state's dtype follows the model's
@@ -220,18 +222,17 @@ class Tailored(Fitting):
             refuse_mixing_modules(self.loss)
         queries = count_rows(x)
         places = self._find_places(x)
-        sites = places.sites
         if start is not None:
-            check_state(start, self._identity(Batch(x, queries, sites), 1), self.adapt.rows(queries))
+            check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
             raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
         start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
-            return [Batch(x, queries, sites, seeds, start, self._reuse(places, queries))]
+            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries))]
         parts = split_rows([x, start, seeds], self.chunk)
         sizes = [count_rows(part) for part, *_ in parts]
         return [
-            Batch(part, n, sites, own_seeds, own, self._reuse(places, n)) for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
+            Batch(part, n, places, own_seeds, own, self._reuse(places, n)) for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
         ]
 
     def _reuse(self, places: Places, queries: int) -> Reuse | None:
@@ -257,13 +258,14 @@ class Tailored(Fitting):
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
             sites, seen = self.adapt.sites(self.net, x), watch(self.net, x)
             prefix = find_prefix(self.adapt, self.net, sites, seen, x)
-            answer_rows = {s.leaf: s.rows for s in seen if s.name == "" and s.leaf >= 0}
-            self._places[key] = self._places["compiled"] = Places(sites, prefix, multiplications(self.net, prefix, seen) / 2, answer_rows)
+            answers = [s for s in seen if s.name == "" and s.leaf >= 0]
+            rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
+            self._places[key] = self._places["compiled"] = Places(sites, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
         return self._places[key]
 
     def _key(self, x: Any) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision."""
-        precision = precision_of(self.net)
+        precision = precision_of(self.net), self.net.training
         if isinstance(x, Tensor):
             return precision, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tailoring import CN, Inputs, Tailored, Weights, _compiled, baselines, losses
+from tailoring import CN, Inputs, Tailored, Weights, _compiled, _reuse, baselines, losses
 from tailoring._merge import merge_repeats
 
 AOT = {"backend": "aot_eager"}
@@ -253,3 +254,129 @@ def test_exact_weights_are_not_looked_at_either(monkeypatch, bad):
         model(x)
         monkeypatch.setattr(Tailored, "_fit", None)
         torch.testing.assert_close(model(x), expected.prediction)
+
+
+class Answering(nn.Module):
+    """One layer whose outputs are made an answer by `make(h)`."""
+
+    def __init__(self, make):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.act, self.make = nn.Linear(4, 2), nn.Tanh(), make
+
+    def forward(self, x):
+        return self.make(self.act(self.lin(x)))
+
+
+@dataclass
+class Own:
+    own: torch.Tensor
+
+
+ANSWERS = {
+    "not finite by intention": lambda h: torch.cat([h, torch.full_like(h[:, :1], -torch.inf)], 1),
+    "of no query too": lambda h: (h, h.square().mean()),
+    "of all queries with all": lambda h: (h, h @ h.T),
+    "several, not in order": lambda h: torch.cat([h, 2 * h]),
+    "that cannot be looked into": Own,
+}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["all go well", "one fails"])
+@pytest.mark.parametrize("answers", ANSWERS)
+def test_answers_of_all_kinds_are_those_of_eager_mode(answers, fails):
+    """Also in batches of another size, which are filled up only where that can be undone."""
+
+    def loss(m, x):
+        return (m.output_of("act", x) - 0.5).square().sum(1) / (x[:, 0] < 50)
+
+    model = Tailored(Answering(ANSWERS[answers]).double(), loss, adapt=CN("act"), steps=2, lr=0.1, compile=AOT)
+    for n in (5, 3):
+        x = queries(n)
+        x[0, 0] = 100.0 if fails else 1.0
+        with torch.no_grad():
+            found, expected, plain = (_own(net(x)) for net in (model, model.replace(compile=False), model.net))
+        torch.testing.assert_close(found, expected)
+        assert not torch.allclose(found[0][1], plain[0][1])
+        assert torch.allclose(found[0][0], plain[0][0]) == fails
+
+
+def _own(answer) -> tuple[torch.Tensor, ...]:
+    return (answer.own,) if isinstance(answer, Own) else answer if isinstance(answer, tuple) else (answer,)
+
+
+def test_an_answer_that_depends_on_the_mode_is_looked_at_in_each():
+    class Moody(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.Tanh()
+
+        def forward(self, x):
+            h = self.act(x)
+            return (h.T, h) if self.training else h
+
+    model = Tailored(Moody(), lambda m, x: m.act(x).square().sum(1), adapt=CN("act"), lr=0.1, compile=AOT)
+    x = queries(4)
+    with torch.no_grad():
+        for mode in (True, False, True):
+            model.net.train(mode)
+            torch.testing.assert_close(model(x), model.replace(compile=False)(x))
+
+
+@pytest.mark.parametrize("change", ["of PyTorch's layer", "once nothing", "in a tuple"])
+def test_numbers_that_a_loss_changes_between_steps_are_seen(change, monkeypatch):
+    monkeypatch.setattr(_reuse, "WORTH_KEEPING", 0)
+
+    class Below(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.leaky, self.factor, self.pair = nn.Linear(4, 4), nn.LeakyReLU(0.1), None, (1.0, 2.0)
+
+        def forward(self, x):
+            return self.leaky(self.lin(x)) * (self.factor or 1.0) * self.pair[0]
+
+    torch.manual_seed(0)
+    net = nn.Sequential(Below(), nn.Linear(4, 4), nn.Tanh())
+
+    def loss(m, x):
+        number = 1.0 + m._step
+        if change == "in a tuple":
+            net[0].pair = (number, 2.0)
+        elif change == "once nothing":
+            net[0].factor = number if m._step else None
+        else:
+            net[0].leaky.negative_slope = number
+        return (m(x) - 0.5).square().sum(1)
+
+    model, x = Tailored(net, loss, adapt=CN("2"), steps=3, lr=0.5, compile=AOT), queries(3).float()
+    with torch.no_grad():
+        found = model(x)
+        monkeypatch.setattr(_reuse, "WORTH_IT", 2.0)
+        torch.testing.assert_close(found, model.replace(compile=False)(x))
+
+
+def test_step_sizes_by_name_compile():
+    for lr in ({"*": 0.1}, {"1*": 0.2, "*": 0.1}, {"1.gamma": 0.3, "*": 0.1}):
+        model = Tailored(mlp(), drift, adapt=CN(nn.Tanh), steps=2, lr=lr, compile=AOT)
+        with torch.no_grad():
+            torch.testing.assert_close(model(queries(3)), model.replace(compile=False)(queries(3)))
+
+
+def test_options_that_compile_sets_itself_are_refused():
+    with torch.no_grad(), pytest.raises(ValueError, match="compile sets 'dynamic' itself"):
+        Tailored(mlp(), drift, compile={"dynamic": True})(queries(3))
+
+
+def test_equal_outputs_stay_two_tensors_and_foreign_operators_are_left_alone():
+    def function(x):
+        return x.sin(), x.sin(), torch.ops.tailoring_test.draw(x) - torch.ops.tailoring_test.draw(x)
+
+    with torch.library._scoped_library("tailoring_test", "DEF") as library:
+        library.define("draw(Tensor x) -> Tensor")
+        library.impl("draw", torch.rand_like, "CompositeExplicitAutograd")
+        made = make_fx(function)(torch.zeros(3))
+        merge_repeats(made.graph)
+        made.recompile()
+        one, other, drawn = made(torch.zeros(3))
+    assert one.data_ptr() != other.data_ptr()
+    assert drawn.abs().sum() > 0

@@ -157,6 +157,38 @@ def test_weights_that_were_lent_must_still_be_there():
         loss.backward()
 
 
+class Twice(nn.Module):
+    """Answers with two tensors, and looks at a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.net(x) * self.scale
+        return y, 2 * y
+
+
+@pytest.mark.parametrize("changed", ["queries", "buffer"])
+def test_nothing_else_that_the_steps_depend_on_may_change_either(changed):
+    net, x = Twice(), queries()
+    model = tailored(net, loss=lambda m, x: drift(lambda z: m(z)[0], x))
+    *_, state = model.states(x)
+    outer = model.predict(x, state)[0].square().sum()
+    (x if changed == "queries" else net.scale).mul_(2.0)
+    with pytest.raises(RuntimeError, match="weights changed before backward"):
+        outer.backward()
+
+
+def test_a_large_loss_of_one_query_hides_no_other():
+    def noisy(model, x):
+        return (model(x + 0.1 * torch.randn_like(x)) - model(x)).square().sum(1) + 1e6 * (x[:, 0] == x[0, 0])
+
+    with pytest.raises(RuntimeError, match="came out otherwise"):
+        gradients(tailored(loss=noisy), queries())
+
+
 def test_noise_that_cannot_be_drawn_again_is_refused():
     def noisy(model, x):
         return (model(x + 0.1 * torch.randn_like(x)) - model(x)).square().sum(1)

@@ -109,8 +109,8 @@ class _Read:
     def __init__(self, net: nn.Module, loss: Loss, query: Any, adapt: Adapter):
         self.notes: list[Tensor] = []
         self.model = Tailored(net, _noting(loss, self.notes), adapt=adapt)
-        self.sites = adapt.sites(net, query)
-        self.batch = Batch(query, 1, self.sites)
+        places = self.model._find_places(query)
+        self.sites, self.batch = places.sites, Batch(query, 1, places)
         start = adapt.init(net, self.sites, adapt.rows(1), tensors(query)[0].device)
         tensors_only = {name: t for name, t in start.items() if isinstance(t, Tensor)}
         if len(tensors_only) < len(start):
