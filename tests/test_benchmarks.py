@@ -85,7 +85,7 @@ def test_training_steps_multiply_as_often_as_counted(steps, monkeypatch):
 
 
 def test_growth_is_drawn_for_each_device(tmp_path):
-    rows = run("depth", tmp_path / "rows.jsonl", "--layers", "1", "2", "--only", "CN everywhere", "Weights")
+    rows = run("depth", tmp_path / "rows.jsonl", "--layers", "1", "2", "--only", "CN everywhere")
     with (tmp_path / "rows.jsonl").open("a") as file:
         for row in rows:
             print(json.dumps(row | {"device": "NVIDIA H200"}), file=file)

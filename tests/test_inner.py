@@ -332,3 +332,25 @@ def test_a_shared_state_of_outer_products():
     x = torch.randn(3, 2)
     model = Tailored(net, lambda m, x: m(x).square().sum(1), adapt=baselines.Shared(Weights()), steps=2, lr=0.1)
     assert torch.allclose(model(x), model.trace(x).prediction, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_query_that_cannot_be_answered_is_found_in_whatever_dimension_it_stands(count):
+    class Steps(nn.Module):
+        """Answers (time, queries, 1); a state may be finite, and the answer not."""
+
+        def __init__(self):
+            super().__init__()
+            self.act = nn.Tanh()
+
+        def forward(self, x):
+            return (self.act(x) * 50).exp().exp().expand(4, *x.shape)
+
+    model = Tailored(Steps().double(), lambda m, x: -m(x)[0].log().log().sum(1), steps=1, lr=1e-3)
+    x = torch.full((count, 1), 0.01).double()
+    x[1] = 0.12
+    answers, untailored = model(x), model.net(x)
+    assert answers.isfinite().all()
+    assert torch.equal(answers[:, 1], untailored[:, 1])
+    assert not torch.allclose(answers[:, 0], untailored[:, 0])
+    assert model.trace(x).failed.tolist() == [row == 1 for row in range(count)]

@@ -94,6 +94,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("adapter", "backprop", "dynamic", "backend"), COMPILED)
 def test_it_compiles_as_one_graph(adapter, backprop, dynamic, backend):
     """These backends trace all that inductor would and run it with PyTorch's own kernels: quick, and exact."""
@@ -111,6 +112,7 @@ def test_it_compiles_as_one_graph(adapter, backprop, dynamic, backend):
     assert [vars(module).keys() for module in model.net.modules()] == [old.keys() for old in before]
 
 
+@pytest.mark.no_cover
 def test_guards_work_in_compiled_code():
     torch.compiler.reset()
 
@@ -141,6 +143,7 @@ def test_compiling_a_model_not_yet_prepared_says_what_to_do():
         torch.compile(model, fullgraph=True, backend="aot_eager")(queries())
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", ["transformer", "gru", "resnet", "vit"])
 def test_real_architectures_compile(name):
     torch.compiler.reset()

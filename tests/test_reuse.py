@@ -228,6 +228,7 @@ def test_resnet_with_a_tailored_last_block(monkeypatch):
         assert torch.allclose(model(x), without_reuse(monkeypatch, model, x), atol=1e-5)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("adapt", "loss", "below"),
     [
