@@ -18,6 +18,7 @@ from tailoring import CN, Inputs, Tailored, Weights, _compiled, _reuse, baseline
 from tailoring._merge import merge_repeats
 
 AOT = {"backend": "aot_eager"}
+pytestmark = pytest.mark.no_cover  # dynamo takes half as long again while it is watched
 
 
 @pytest.fixture(autouse=True)
