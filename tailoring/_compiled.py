@@ -70,10 +70,10 @@ class Compiled:
 
 def _options(device: torch.device, given: Mapping[str, Any]) -> dict[str, Any]:
     """As given; else Inductor, with CUDA graphs (mode "reduce-overhead"), and without the repeats that the passes of one batch have."""
-    if {"mode", "backend"} & given.keys():
-        return dict(given)
     if taken := {"fullgraph", "dynamic"} & given.keys():
         raise ValueError(f"compile sets {sorted(taken)[0]!r} itself: whole graphs of fixed sizes; give other options of torch.compile")
+    if {"mode", "backend"} & given.keys():
+        return dict(given)
     graphs = {"triton.cudagraphs": True} if device.type == "cuda" else {}
     return {**given, "options": {**graphs, **merging(), **given.get("options", {})}}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -119,10 +118,9 @@ class Fitting(OwnNames):
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
         if self._is_plain and not self.adapt.outer_products and first_order and may_look() and isinstance(self.rule, Descent):
             start = self._identity(batch, self.adapt.rows(batch.queries)) if batch.start is None else batch.start
-            with contextlib.suppress(Exception):  # of a loss that refuses numbers which are not finite; any other will come again
-                state = hurry(functools.partial(self._gradient, batch), start, self.rule.rate, self.steps)
-                if state is not None:
-                    return state
+            state = hurry(functools.partial(self._gradient, batch), start, self.rule.rate, self.steps)
+            if state is not None:
+                return state
         return self._fit(batch).state
 
     def _rescued(self, batch: Batch) -> Any:

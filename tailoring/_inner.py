@@ -101,10 +101,26 @@ def hurry(gradient: Gradient, state: State, rate: Callable[[str, int], Any], ste
     None if a number was not finite somewhere, which is rare: then `descend` has to find out where. A state that is not finite once
     stays so, and a loss that is not finite stays so in the sum, hence one look in the end will do.
     """
-    state, seen = _descend_blindly(gradient, state, rate, steps)
+
+    def watched(state: State, rows: Tensor | None, step: int, graph: bool) -> tuple[Tensor, State]:
+        try:
+            return gradient(state, rows, step, graph)
+        except Exception as error:
+            if bool(states.finite(state).all()):
+                raise
+            raise _Astray from error  # a loss may refuse what is not finite: the parameters of a distribution
+
+    try:
+        state, seen = _descend_blindly(watched, state, rate, steps)
+    except _Astray:
+        return None
     with torch.no_grad():
         norms = torch._foreach_norm([*seen, *map(states.as_tensor, state.values())])  # pyright: ignore[reportPrivateImportUsage]
         return state if math.isfinite(torch.stack(norms).sum().item()) else None
+
+
+class _Astray(Exception):  # noqa: N818 - no error of the caller's: the careful loop will not go there
+    """The loop has gone where a number is not finite."""
 
 
 def hurry_by_row(gradient: Gradient, state: State, rate: Callable[[str, int], Any], steps: int) -> tuple[State, Tensor]:

@@ -354,3 +354,34 @@ def test_a_query_that_cannot_be_answered_is_found_in_whatever_dimension_it_stand
     assert torch.equal(answers[:, 1], untailored[:, 1])
     assert not torch.allclose(answers[:, 0], untailored[:, 0])
     assert model.trace(x).failed.tolist() == [row == 1 for row in range(count)]
+
+
+def test_a_loss_that_refuses_numbers_which_are_not_finite_costs_its_query_alone():
+    def likelihood(model, x):
+        out = model(x)
+        return -torch.distributions.Normal(out[:, 0], 1.0).log_prob(0.0 * x[:, 0]) * torch.where(
+            x[:, 0] > 50, torch.tensor(1e200).double(), 1.0
+        )
+
+    model, x = Tailored(mlp(act=nn.ReLU), likelihood, adapt=CN(nn.ReLU), steps=4, lr=1e-2), queries()
+    x[2, 0] = 100.0
+    answers = model(x)
+    torch.testing.assert_close(answers[2], model.net(x)[2])
+    others = [0, 1, 3, 4]
+    torch.testing.assert_close(answers[others], model(x[others]))
+    assert not torch.allclose(answers[others], model.net(x)[others])
+
+
+def test_an_error_of_the_loss_is_raised_at_once():
+    calls = []
+
+    def fails_later(model, x):
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise ValueError("my own mistake")
+        return drift(model, x)
+
+    model, x = Tailored(mlp(), fails_later, adapt=CN(nn.Tanh), steps=3, lr=1e-2), queries()
+    with pytest.raises(ValueError, match="my own mistake"):
+        model(x)
+    assert calls == [0, 1]
