@@ -35,6 +35,16 @@ def per(run: Run, units: int) -> Run:
     return made
 
 
+def of_another_library(run: Run, *, wait: Callable[[], object], peak: Callable[[], int | None]) -> Run:
+    """The same for a run that returns before it is done, and whose memory on CUDA PyTorch knows nothing of."""
+
+    def made() -> object:
+        return run()
+
+    made.wait, made.peak = wait, peak  # type: ignore[attr-defined]
+    return made
+
+
 def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Count | None = None, **grid: Sequence[Any]) -> None:
     """The command line of a program: measures all cases for every combination of the `grid`, each flag of which takes several values.
 
@@ -87,7 +97,8 @@ def _single(options: Options, setting: Mapping[str, Any]) -> Options:
 def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
     """Median time of a run, and peak memory: on CUDA above what was held before, on a CPU of the whole process.
 
-    A replayed CUDA graph allocates nothing: what it holds on to is in `held_bytes`, all that the case took of the device.
+    Short runs are started one after another and waited for in the end, whichever library makes them. A replayed CUDA graph
+    allocates nothing: what it holds on to is in `held_bytes`, all that the case took of the device.
     """
     cuda = options.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
@@ -98,6 +109,7 @@ def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
     held = torch.cuda.memory_reserved() if cuda else 0
     try:
         run = cases[name]()
+        wait = getattr(run, "wait", wait)
         begin = time.perf_counter()
         for _ in range(3 if cuda else 1):
             run()
@@ -121,9 +133,12 @@ def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
     except Exception as error:  # one case that fails, say for want of memory, must not cost the others
         return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     times = [seconds / getattr(run, "units", 1) for seconds in times]
-    memory = {"held_bytes": torch.cuda.max_memory_reserved() - held} if cuda else {}
-    peak = torch.cuda.max_memory_allocated() - before if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": sorted(times)[len(times) // 2], "runs": len(times) * repeats, "first_runs": first, "peak_bytes": peak, **memory}
+    timed = {"seconds": sorted(times)[len(times) // 2], "runs": len(times) * repeats, "first_runs": first}
+    if not cuda:
+        return timed | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if hasattr(run, "peak"):
+        return timed | {"peak_bytes": run.peak()}
+    return timed | {"peak_bytes": torch.cuda.max_memory_allocated() - before, "held_bytes": torch.cuda.max_memory_reserved() - held}
 
 
 def _in_a_process_of_its_own(options: Options, setting: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -144,6 +159,7 @@ def _tell(row: Mapping[str, Any], setting: Mapping[str, Any], against: str, refe
     if "failed" in row:
         print(f"{what}  {row['name']:<28} failed: {row['failed']}", flush=True)
         return
+    memory = "?" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
     ratio = f"{row['seconds'] / reference:9.3f} x {against}" if reference else ""
     ratio += f", counted {row['units'] / row['units_against']:.3f}" if "units" in row else ""
-    print(f"{what}  {row['name']:<28} {1e3 * row['seconds']:10.4g} ms {row['peak_bytes'] / 2**20:9.1f} MiB {ratio}", flush=True)
+    print(f"{what}  {row['name']:<28} {1e3 * row['seconds']:10.4g} ms {memory:>9} MiB {ratio}", flush=True)

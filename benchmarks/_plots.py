@@ -52,7 +52,7 @@ def draw(rows: list[Row]) -> Figure:
         swept = sweep(rows, axis)
         for name in dict.fromkeys(row["name"] for row in swept):
             case = name.removesuffix(" compiled")
-            points = sorted((row[axis], row["ratio"], row["peak_bytes"] / 2**20) for row in swept if row["name"] == name)
+            points = sorted((row[axis], row["ratio"], (row["peak_bytes"] or 0) / 2**20) for row in swept if row["name"] == name)
             values, ratios, peaks = zip(*points, strict=True)
             style = {"color": f"C{CASES.index(case)}", "marker": ".", "linestyle": "-" if case == name else "--", "label": name}
             time.plot(values, ratios, **style)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 
 import torch
-from _measure import Cases, Options, Run, bench
+from _measure import Cases, Options, Run, bench, of_another_library
 from _work import drift, planets, without_gradients
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -161,7 +161,15 @@ def with_jax(x: Tensor, o: Options, *, weights: bool) -> Run:
     found = torch.tensor(run(queries).tolist())
     ours = Tailored(net, drift, adapt=Weights() if weights else CN(), steps=o.steps, lr=LR)(x.cpu())
     assert torch.allclose(found, ours, rtol=1e-2, atol=1e-3), "JAX computes something else"
-    return lambda: run(queries).block_until_ready()
+    last = [run(queries)]
+
+    def begin() -> None:
+        last[0] = run(queries)
+
+    def peak() -> int | None:
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # of the process so far
+
+    return of_another_library(begin, wait=lambda: last[0].block_until_ready(), peak=peak)
 
 
 if __name__ == "__main__":

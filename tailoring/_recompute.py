@@ -17,7 +17,7 @@ from ._kernels import may_look
 from ._trees import tensors
 
 Out = TypeVar("Out", bound=tuple[Any, ...])
-_SAME = 1e-3  # how far, relative to the largest, numbers may be from those of the first time, which came from the same kernels
+_SAME = 1e-3  # how far, relative to the largest of its row, a number may be from that of the first time, which came from the same kernels
 
 
 class _Saved:
@@ -32,9 +32,9 @@ class _Saved:
 
 
 class _Recomputed:
-    def __init__(self, compute: Callable[[], tuple[Any, ...]], weights: Callable[[], Iterable[Tensor]], device: torch.device):
-        self.compute, self.weights = compute, weights
-        self.versions = [(id(w), w._version) for w in weights()]
+    def __init__(self, compute: Callable[[], tuple[Any, ...]], needed: Callable[[], Iterable[Tensor]], device: torch.device):
+        self.compute, self.needed = compute, needed
+        self.versions = [(id(t), t._version) for t in needed()]
         self.autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         self.saved: list[weakref.ref[_Saved]] = []  # in the order of saving; they live as long as the graph needs them
         self.first: list[Tensor] = []
@@ -61,7 +61,7 @@ class _Recomputed:
         return saved.tensor
 
     def _again(self) -> None:
-        if [(id(w), w._version) for w in self.weights()] != self.versions:
+        if [(id(t), t._version) for t in self.needed()] != self.versions:
             raise RuntimeError(
                 "weights changed before backward(), or the queries, and recompute=True computes the inner steps again with what there is: "
                 "call backward() before the optimiser steps"
@@ -97,6 +97,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(here, there, rtol=0.0, atol=_SAME, equal_nan=True)
 
 
-def recomputed(compute: Callable[[], Out], weights: Callable[[], Iterable[Tensor]], device: torch.device) -> Out:
-    """`compute()`, whose graph keeps no activations: a backward pass through it computes them again, if the `weights()` are the same."""
-    return _Recomputed(compute, weights, device).run()  # type: ignore[return-value]
+def recomputed(compute: Callable[[], Out], needed: Callable[[], Iterable[Tensor]], device: torch.device) -> Out:
+    """`compute()`, whose graph keeps no activations: a backward pass through it computes them again, if what is `needed()` is unchanged."""
+    return _Recomputed(compute, needed, device).run()  # type: ignore[return-value]
