@@ -38,6 +38,7 @@ LABELS = {
 # what is compared with what: a - b
 COMPARISONS = (
     ("extra training alone", "control", "plain"),
+    ("meta-tailoring's training at sigma', without any step", "control-frozen", "plain"),
     ("tailoring alone", "tailored", "plain"),
     ("all of meta-tailoring", "meta", "plain"),
     ("meta-tailoring beyond extra training", "meta", "control"),
@@ -176,9 +177,9 @@ def _differences(results: Results, sigma: float, n: int) -> Table:
     for label, a, b in COMPARISONS:
         if a in found and b in found:
             table.rows.append((label, a, b, *_interval(difference(found[a], found[b]))))
-    if "meta" in found and "plain" in found:
-        shown = _interval(difference(found["meta"], found["plain"], CONVENTION))
-        table.rows.append((f"all of meta-tailoring, {CONVENTION}", "meta", "plain", *shown))
+    for label, a in (("all of meta-tailoring", "meta"), ("without any step", "control-frozen")):
+        if a in found and "plain" in found:
+            table.rows.append((f"{label}, {CONVENTION}", a, "plain", *_interval(difference(found[a], found["plain"], CONVENTION))))
     return table
 
 
