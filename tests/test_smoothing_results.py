@@ -31,11 +31,11 @@ from tailoring.experiments._rows import read
 from tailoring.experiments._smoothing_losses import Macer, RobustLoss, SmoothAdv, adversarial, macer_loss, shifted
 from tailoring.experiments._smoothing_paper import PAPER, RADII
 from tailoring.experiments._smoothing_plan import base, on_top, plan, regimes
-from tailoring.experiments._smoothing_report import Results, difference
+from tailoring.experiments._smoothing_report import Results, difference, tables
 from tailoring.experiments._train import Schedule, trained
 from tailoring.nn import EfficientNetLite0, load_weights
 from tailoring.random import normal, seeds_of
-from tailoring.smoothing import Smoothed, bootstrap_difference
+from tailoring.smoothing import Smoothed, bootstrap_difference, lower_bound, read_log
 
 ROOT = Path(__file__).parent.parent
 
@@ -442,6 +442,42 @@ def test_parts_that_are_missing_are_left_out(tmp_path, finished):
     assert "extra training alone" in text
     assert "all of meta-tailoring" not in text
     assert "Does the step itself help?" not in text
+
+
+def test_the_tables_in_the_docs_are_those_of_the_committed_rows():
+    folder = ROOT / "docs" / "experiments" / "smoothing"
+    page = folder.with_suffix(".md").read_text()
+    made = tables(Results(folder))
+    assert len(made) >= 5
+    for table in made:
+        words = f"**{table.title}**\n\n{table.markdown()}\n"
+        assert words in page, f"docs/experiments/smoothing.md does not hold the table {table.title!r} of its rows"
+
+
+def test_the_committed_certificates_are_of_the_same_images():
+    results = Results(ROOT / "docs" / "experiments" / "smoothing")
+    assert set(results.test(0.5, 10_000)) >= {"plain", "control", "control-frozen", "tailored", "meta", "meta-0"}
+    for sigma, n in results.settings():
+        found = results.test(sigma, n)
+        assert all(sorted(c.rows) == list(range(0, 10_000, 20)) for c in found.values())
+        assert len({tuple(c.tensors()[0].tolist()) for c in found.values()}) == 1  # labels
+
+
+@needs("smoothing-logs")
+def test_our_plain_network_is_as_good_as_that_of_the_published_logs():
+    """Their 100,000 votes for an image, from its radius, thinned to our 10,000."""
+    log = read_log(SHARED / "smoothing-logs" / "certify" / "cifar10" / "resnet110" / "noise_0.50" / "test" / "sigma_0.50")
+    plain = Results(ROOT / "docs" / "experiments" / "smoothing").test(0.5, 10_000)["plain"]
+    assert log["idx"].tolist() == sorted(plain.rows)
+    assert log["label"].tolist() == plain.tensors()[0].tolist()
+    votes = np.arange(50_500, 100_001)
+    radii = 0.5 * stats.norm.ppf(lower_bound(torch.tensor(votes), 100_000, 0.001).numpy())
+    right = (log["label"] == log["predict"]).numpy()
+    theirs = votes[np.abs(radii[:, None] - log["radius"].numpy()[right]).argmin(0)]
+    ours = np.random.default_rng(0).hypergeometric(theirs, 100_000 - theirs, 10_000)
+    radius = 0.5 * stats.norm.ppf(lower_bound(torch.tensor(ours), 10_000, 0.001).numpy())
+    assert radius.clip(0).sum() / len(right) == pytest.approx(0.502, abs=1e-3)
+    assert plain.acr() == pytest.approx(0.501, abs=5e-4)
 
 
 def test_the_bootstrap_interval_covers():
