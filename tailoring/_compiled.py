@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ._merge import merging
+from ._recorded import CudaGraphs, Recorded
 from ._trees import cat_rows, count_rows, map_tensors, split_rows, tensors
 
 Program = Callable[[Any], Any]
 _MOST_PADDING = 4  # a batch may be filled up to so many times its size, before a new size is compiled
 _PROGRAMS = 64  # of one model; dynamo's own limit is 8
+_REALIZED = {"realize_reads_threshold": 3}  # what several read is written down sooner: states reread what made them at every step
+_RECORDED = {None, "reduce-overhead", "max-autotune"}  # the modes of torch.compile with CUDA graphs
 
 
 class Compiled:
@@ -24,11 +28,12 @@ class Compiled:
     power of two. On CUDA the programs are recorded as CUDA graphs. Where queries see each other (`fills=False`) a batch stays as it is.
     """
 
-    def __init__(self, answer: Program, options: Mapping[str, Any], *, fills: bool):
+    def __init__(self, answer: Program, options: Mapping[str, Any], owned: Callable[[], Iterable[Tensor]], *, fills: bool):
         code = cast(FunctionType, answer).__code__.replace()  # dynamo counts programs by code, and all models have this one
         self.answer = FunctionType(code, answer.__globals__, code.co_name, None, answer.__closure__)  # type: ignore[attr-defined]
-        self.options, self.fills = options, fills
+        self.options, self.owned, self.fills = options, owned, fills
         self.programs: dict[torch.device, Program] = {}
+        self.stream: torch.cuda.Stream | None = None
         self.sizes: dict[Any, list[int]] = {}
 
     def __call__(self, key: Any, x: Any, chunk: int | None, rows: Mapping[int, int | None], *, fills: bool) -> Any:
@@ -44,17 +49,27 @@ class Compiled:
         queries, device = count_rows(x), tensors(x)[0].device
         size = self._size((key, device), queries, chunk) if fills else queries
         if device not in self.programs:
-            self.programs[device] = torch.compile(self.answer, fullgraph=True, dynamic=False, **_options(device, self.options))
+            self.programs[device] = torch.compile(self.answer, fullgraph=True, dynamic=False, **_options(device, self.options, self.owned))
         if size > queries:
             x = map_tensors(lambda t: torch.cat([t, t[:1].expand(size - queries, *t.shape[1:])]) if t.ndim else t, x)
-        if device.type == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
-        try:
-            out = self.programs[device](x)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
-            with torch._dynamo.config.patch(recompile_limit=_PROGRAMS):  # pyright: ignore[reportAttributeAccessIssue]
+        with self._in_turn(device):
+            try:
                 out = self.programs[device](x)
-        return _first_rows(out, queries, size, rows, owned=device.type != "cuda")
+            except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
+                with torch._dynamo.config.patch(recompile_limit=_PROGRAMS):  # pyright: ignore[reportAttributeAccessIssue]
+                    out = self.programs[device](x)
+            return _first_rows(out, queries, size, rows, owned=device.type != "cuda")
+
+    def _in_turn(self, device: torch.device) -> AbstractContextManager[Any]:
+        """On CUDA, after what another stream has begun: a recording's memory serves one call at a time."""
+        if device.type != "cuda":
+            return nullcontext()
+        torch.compiler.cudagraph_mark_step_begin()  # for the graphs of a backend that was given
+        stream = torch.cuda.current_stream(device)
+        if self.stream is not None and self.stream != stream:
+            stream.wait_stream(self.stream)
+        self.stream = stream
+        return torch.cuda.device(device)
 
     def _size(self, key: Any, queries: int, chunk: int | None) -> int:
         """The size of the program that answers so many queries."""
@@ -68,14 +83,32 @@ class Compiled:
         return sizes[-1]
 
 
-def _options(device: torch.device, given: Mapping[str, Any]) -> dict[str, Any]:
-    """As given; else Inductor, with CUDA graphs (mode "reduce-overhead"), and without the repeats that the passes of one batch have."""
+def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[], Iterable[Tensor]]) -> dict[str, Any]:
+    """A backend as given; else Inductor, with CUDA graphs of our own, and without the repeats that the passes of one batch have."""
     if taken := {"fullgraph", "dynamic"} & given.keys():
         raise ValueError(f"compile sets {sorted(taken)[0]!r} itself: whole graphs of fixed sizes; give other options of torch.compile")
-    if {"mode", "backend"} & given.keys():
+    if "backend" in given:
         return dict(given)
-    graphs = {"triton.cudagraphs": True} if device.type == "cuda" else {}
-    return {**given, "options": {**graphs, **merging(), **given.get("options", {})}}
+    mode = given.get("mode")
+    options = {**_of_mode(mode), **_REALIZED, **merging(), **given.get("options", {})}
+    rest = {name: value for name, value in given.items() if name not in ("mode", "options")}
+    if device.type != "cuda" or mode not in _RECORDED:
+        return {**rest, "options": options}
+    record = CudaGraphs()
+
+    def recorded(program: fx.GraphModule, inputs: list[Any]) -> Recorded:
+        return Recorded(cast(Callable[..., Any], torch._inductor.compile(program, inputs, options=options)), owned, record)
+
+    return {**rest, "backend": recorded}
+
+
+def _of_mode(mode: str | None) -> dict[str, Any]:
+    from torch._inductor import list_mode_options  # takes a second, so only where it is needed
+
+    known = list_mode_options()
+    if mode is not None and mode not in known:
+        raise ValueError(f"compile knows the modes {', '.join(known)}, not {mode!r}")
+    return {} if mode is None else {name: value for name, value in known[mode].items() if name != "triton.cudagraphs"}
 
 
 def _first_rows(out: Any, queries: int, size: int, rows: Mapping[int, int | None], *, owned: bool) -> Any:

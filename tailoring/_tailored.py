@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -112,8 +113,8 @@ class Tailored(Fitting):
             args, kwargs = model_call(x)
             return self.net(*args, **kwargs)
         if self.compile_options is not None and may_look() and not torch.is_grad_enabled():
-            out = self._compiled_answer(x)
-            if (self._is_plain and self._find_places(x).answers_by_row) or all_finite(out):
+            out, sure = self._compiled_answer(x)
+            if sure or all_finite(out):
                 return out  # else let the guards of eager mode look at it
         answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
         return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
@@ -196,7 +197,9 @@ class Tailored(Fitting):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}  # a compiled program belongs to this process
 
-    def _compiled_answer(self, x: Any) -> Any:
+    def _compiled_answer(self, x: Any) -> tuple[Any, bool]:
+        """The answers, and whether the program has already seen to those that fail."""
+
         def answer(part: Any) -> Any:
             (batch,) = self._batches(part)
             if self._is_plain:
@@ -204,12 +207,20 @@ class Tailored(Fitting):
             return self._answer(batch, self._fit(batch).state)[0]
 
         with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
-            self._batches(x)  # what it refuses must be refused here, with its own words
-            if not self._prepared:
+            if self._compiled is None or not self._prepared:
+                self._batches(x)  # what it refuses must be refused here, with its own words
                 self.prepare(x)
-            self._compiled = self._compiled or Compiled(answer, self.compile_options or {}, fills=self.adapt.rows(2) == 2)
+                self._compiled = Compiled(answer, self.compile_options or {}, self._owned, fills=self.adapt.rows(2) == 2)
             places = self._places["compiled"] = self._find_places(x)
-            return self._compiled(self._key(x), x, self.chunk, places.answer_rows, fills=places.answers_by_row)
+            try:
+                out = self._compiled(self._key(x), x, self.chunk, places.answer_rows, fills=places.answers_by_row)
+            except Exception:
+                self._batches(x)  # may know a better reason
+                raise
+            return out, self._is_plain and places.answers_by_row
+
+    def _owned(self) -> Iterator[Tensor]:
+        return itertools.chain(self.parameters(), self.buffers())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._places.clear()  # the state's dtype follows the model's

@@ -16,7 +16,7 @@ from ._adapt import Adapter, Evaluate, Site, by_module
 from ._bound import Bound
 from ._copies import call_with_copies
 from ._inner import differentiate, gradients
-from ._kernels import plain_kernels
+from ._kernels import exact_products, plain_kernels
 from ._layers import TAPPED, Use, rule_for
 from ._places import apart_if_tied, by_rule, site_of, with_rows
 from ._recurrent import Unrolled
@@ -83,7 +83,7 @@ class Weights(Adapter):
             shapes = {s.key: s.shape for s in sites}
             return values.detach(), {name: states.dense(entry, shapes[name]).sum(0) for name, entry in grads.items()}
 
-        with plain_kernels(model, graph=True):
+        with plain_kernels(model, graph=True), exact_products():  # rounding must not pass for a difference
             try:
                 expected, gradient = by(whole, Weights(how="loop"), 1)
             except ValueError:  # nothing to differentiate, so nothing to compare

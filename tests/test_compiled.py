@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tailoring import CN, Inputs, Tailored, Weights, _compiled, _reuse, baselines, losses
 from tailoring._merge import merge_repeats
+from tailoring._recorded import Recorded
 
 AOT = {"backend": "aot_eager"}
 pytestmark = pytest.mark.no_cover  # dynamo takes longer while it is watched
@@ -185,6 +186,13 @@ def test_bad_input_is_refused_as_in_eager_mode():
     with torch.no_grad(), pytest.raises(ValueError, match="drops units in training mode"):
         model(queries(3))
     assert not made
+    model.net.eval()
+    with torch.no_grad():
+        model(queries(3))
+        model.net.train()
+        with pytest.raises(ValueError, match="drops units in training mode"):  # of the batches after the first, too
+            model(queries(3))
+    assert len(made) == 1
 
 
 @pytest.mark.gpu
@@ -382,3 +390,76 @@ def test_equal_outputs_stay_two_tensors_and_foreign_operators_are_left_alone():
         one, other, drawn = made(torch.zeros(3))
     assert one.data_ptr() != other.data_ptr()
     assert drawn.abs().sum() > 0
+
+
+class Repeated:
+    """In place of a CUDA graph: to replay is to run once more, into the same outputs."""
+
+    def __init__(self):
+        self.recorded = 0
+
+    def __call__(self, run):
+        self.recorded += 1
+        outputs = [t.clone() for t in run()]
+        return lambda: [out.copy_(now) for out, now in zip(outputs, run(), strict=True)], outputs
+
+
+def test_a_recording_reads_what_the_model_owns_in_place_and_copies_the_rest():
+    weight, record, x = torch.ones(3), Repeated(), torch.arange(3.0)
+    program = Recorded(lambda w, x: (w * x, x.sum()), lambda: [weight], record)
+    assert program(weight, x)[0].tolist() == [0, 1, 2]
+    assert program(weight, x + 1)[1] == 6
+    weight.mul_(2)
+    assert program(weight, x)[0].tolist() == [0, 2, 4]
+    assert record.recorded == 1
+    weight.data = torch.full((3,), 5.0)  # elsewhere now
+    assert program(weight, x)[0].tolist() == [0, 5, 10]
+    assert record.recorded == 2
+    assert x.tolist() == [0, 1, 2]
+
+
+def test_a_recording_keeps_the_layout_of_its_inputs():
+    x = torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    seen: list[tuple[int, ...]] = []
+    program = Recorded(lambda x: (seen.append(x.stride()) or x * 2,), lambda: [], Repeated())
+    torch.testing.assert_close(program(x)[0], x * 2)
+    assert set(seen) == {x.stride()}
+
+
+def test_what_cannot_be_recorded_still_runs():
+    def refuse(run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    program, x = Recorded(lambda x: (x + 1,), lambda: [], refuse), torch.zeros(2)
+    with pytest.warns(UserWarning, match="without a CUDA graph, which could not be recorded: operation not permitted"):
+        assert program(x)[0].tolist() == [1, 1]
+    assert program(x)[0].tolist() == [1, 1]  # and says so once
+
+
+def test_a_recorded_model_answers_as_before():
+    """As on CUDA, but for the graphs."""
+    model, record = Tailored(mlp(), drift, adapt=CN(nn.Tanh), steps=2, lr=1e-2), Repeated()
+
+    def backend(program, inputs):
+        return Recorded(program.forward, model._owned, record)
+
+    recorded = model.replace(compile={"backend": backend})
+    with torch.no_grad():
+        for n in (6, 6, 4, 6):
+            torch.testing.assert_close(recorded(queries(n)), model(queries(n)))
+        assert record.recorded == 1
+        model.net[0].weight.mul_(1.5)
+        torch.testing.assert_close(recorded(queries(6)), model(queries(6)))
+        assert record.recorded == 1
+        model.net[0].weight = nn.Parameter(torch.randn_like(model.net[0].weight))
+        torch.testing.assert_close(recorded(queries(6)), model(queries(6)))
+
+
+def test_modes_of_torch_compile_go_with_our_options():
+    cpu = torch.device("cpu")
+    found = _compiled._options(cpu, {"mode": "max-autotune", "options": {"max_autotune": False}}, lambda: [])
+    assert found["options"].keys() >= {"coordinate_descent_tuning", "post_grad_custom_pre_pass"}
+    assert found["options"]["max_autotune"] is False
+    assert "triton.cudagraphs" not in found["options"]
+    with pytest.raises(ValueError, match=r"knows the modes default, .*, not 'fast'"):
+        _compiled._options(cpu, {"mode": "fast"}, lambda: [])

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tailoring import CN, Inputs, OuterLoss, Shift, Support, Tailored, Weights, losses, outer_losses
 from tailoring._trees import tensors
+from tailoring.nn import resnet18
 
 
 def tailored(adapter: str = "CN", **options) -> Tailored:
@@ -300,6 +301,50 @@ def test_a_gpu_gives_the_same_answers(name, adapt):
         model = Tailored(net, lambda model, x: model(x).sin().flatten(1).sum(1), adapt=adapt, steps=2, lr=1e-2, backprop=backprop)
         expected = model.cpu()(*args)
         torch.testing.assert_close(model.cuda()(*(a.cuda() for a in args)).cpu(), expected, rtol=1e-6, atol=1e-8)
+
+
+def by_older_switch():
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def by_newer_switch():
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+
+
+@pytest.mark.parametrize("switch_on", [by_older_switch, by_newer_switch])
+def test_exact_weights_are_tried_at_full_precision_whoever_has_switched_tf32_on(switch_on):
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            seen.append(precision())
+            return super().forward(x)
+
+    def precision():
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+
+    try:
+        switch_on()
+        Tailored(nn.Sequential(Watched(4, 4), nn.Tanh()), drift, adapt=Weights(), steps=1, lr=1e-2)(torch.randn(3, 4))
+        assert precision() == ("tf32", "tf32")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
+    assert ("tf32", "tf32") in seen  # the tailoring itself
+    assert any("tf32" not in pair for pair in seen)  # the trial
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tf32_does_not_pass_for_a_weight_used_elsewhere():
+    torch.manual_seed(0)
+    net = resnet18(classes=10, stem="cifar").eval().cuda()
+    try:
+        by_older_switch()
+        Weights().sites(net, torch.rand(4, 3, 32, 32, device="cuda"))  # a warning would be an error
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_moving_the_model_moves_what_is_learned():
