@@ -28,13 +28,15 @@ def cases(o: Options) -> Cases:
     torch.manual_seed(1)
     x = torch.randn(o.queries, 25, device=o.device)
 
-    def tailored(adapt: Adapter, compile: bool) -> Run:
+    def tailored(adapt: Adapter, compile: bool | dict[str, str]) -> Run:
         model = Tailored(planets(o.device), drift, adapt=adapt, steps=o.steps, lr=LR, compile=compile)
         return without_gradients(lambda: model(x))
 
+    autotuned = {"CN autotuned": lambda: tailored(CN(), {"mode": "max-autotune"})} if o.device == "cuda" else {}
     return {
         "CN": lambda: tailored(CN(), False),
         "CN compiled": lambda: tailored(CN(), True),
+        **autotuned,
         "JAX CN": lambda: with_jax(x, o, weights=False),
         "Weights": lambda: tailored(Weights(), False),
         "Weights compiled": lambda: tailored(Weights(), True),

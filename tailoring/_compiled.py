@@ -96,8 +96,8 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
         return {**rest, "options": options}
     record = CudaGraphs()
 
-    def recorded(program: fx.GraphModule, inputs: list[Any]) -> Recorded:
-        return Recorded(cast(Callable[..., Any], torch._inductor.compile(program, inputs, options=options)), owned, record)
+    def recorded(program: fx.GraphModule, inputs: list[Any]) -> Program:
+        return Recorded(cast(Callable[..., Any], torch._inductor.compile(program, inputs, options=options)), owned, record).__call__
 
     return {**rest, "backend": recorded}
 

@@ -152,6 +152,11 @@ def plain_kernels(model: nn.Module, *, graph: bool) -> AbstractContextManager[No
     return _without(switches) if switches else nullcontext()
 
 
+def rounds_products() -> bool:
+    """Whether products of float32 are rounded to TF32, where the device can."""
+    return _products() not in ("highest", ("ieee",), ("none",))
+
+
 def exact_products() -> AbstractContextManager[None]:
     """Within the block, no product of float32 is rounded to TF32."""
     return _without(_TF32)

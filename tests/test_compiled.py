@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tailoring import CN, Inputs, Tailored, Weights, _compiled, _reuse, baselines, losses
+from tailoring._layouts import turn_weights
 from tailoring._merge import merge_repeats
 from tailoring._recorded import Recorded
 
@@ -243,6 +244,24 @@ def test_repeats_are_merged_and_nothing_else():
     made.recompile()
     assert sum(node.target is torch.ops.aten.sin.default for node in made.graph.nodes) == 2
     torch.testing.assert_close(made(x, y), function(x, y))
+
+
+@pytest.mark.parametrize(("steps", "width", "turned"), [(4, 8, 1), (2, 8, 0), (4, 6, 0)])
+def test_weights_that_are_multiplied_by_often_are_turned_once(steps, width, turned):
+    def function(x, w):
+        for _ in range(steps):
+            x = x @ w.T.T
+        return x @ w.T
+
+    x, w = torch.randn(5, width), torch.randn(width, width)
+    made = make_fx(function)(x, w)
+    turn_weights(made.graph, wanted=lambda weight: weight.shape == w.shape)
+    made.recompile()
+    seconds = [node.args[1] for node in made.graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert len({node for node in seconds if node.args[0].target is torch.ops.aten.clone.default}) == turned
+    torch.testing.assert_close(made(x, w), function(x, w))
+    layouts = [node.meta["val"].stride() for node in seconds[:-1]]
+    assert set(layouts) == {(1, width) if turned else (width, 1)}
 
 
 def test_random_numbers_are_drawn_anew_each_time():
