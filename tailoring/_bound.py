@@ -29,14 +29,15 @@ class Bound:
         step: int,
         path: str = "",
         keep: Callable[[Callable[[], Any]], Any] | None = None,
+        shares: bool = False,
     ):
         self._module, self._run, self._query, self._seeds, self._step, self._path = module, run, query, seeds, step, path
-        self._keep = keep
+        self._keep, self._shares = keep, shares
 
     @classmethod
     def of(cls, other: Bound) -> Self:
         """The same model, as this kind of `Bound`."""
-        return cls(other._module, other._run, other._query, other._seeds, other._step, other._path, other._keep)
+        return cls(other._module, other._run, other._query, other._seeds, other._step, other._path, other._keep, other._shares)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(Reading(self._path), args, kwargs)
@@ -68,9 +69,9 @@ class Bound:
         return make() if self._keep is None else self._keep(make)
 
     @property
-    def runs_prefix_once(self) -> bool:
-        """Whether that saves anything: the model has such a first part, and this call may reuse it."""
-        return self._keep is not None
+    def shares_passes(self) -> bool:
+        """Whether a pass of the query by itself saves another one, or a part of it, which the answer takes. Else rows go in together."""
+        return self._keep is not None or self._shares
 
     def _known(self, name: str) -> str:
         try:
@@ -103,4 +104,4 @@ class Bound:
 
     def _below(self, name: str, module: nn.Module) -> Bound:
         path = f"{self._path}.{name}" if self._path else name
-        return Bound(module, self._run, self._query, self._seeds, self._step, path, self._keep)
+        return Bound(module, self._run, self._query, self._seeds, self._step, path, self._keep, self._shares)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -110,7 +111,8 @@ class Fitting(OwnNames):
         if reuse is not None:
             reuse.begin()
         with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
-            losses = self.loss(self.adapt.bind(Bound(self.net, run, x, seeds, step, keep=once), x), *args, **kwargs)
+            bound = Bound(self.net, run, x, seeds, step, keep=once, shares=batch.rescued and rows is None)
+            losses = self.loss(self.adapt.bind(bound, x), *args, **kwargs)
         check_losses(losses, queries)
         return self.adapt.reduce(losses, rows_of(state))
 
@@ -125,6 +127,7 @@ class Fitting(OwnNames):
 
     def _rescued(self, batch: Batch) -> Any:
         """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
+        batch = replace(batch, rescued=batch.places.answers_by_row)
         start = self._identity(batch, self.adapt.rows(batch.queries))
         state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, cast(Descent, self.rule).rate, self.steps)
         out = self._answer(batch, where(fine, state, start))[0]

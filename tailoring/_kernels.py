@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,16 +21,15 @@ from ._recurrent import unrolled_layers
 
 
 class _Switch:
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], is_off: object = False):
-        self.read, self.write, self.is_off = read, write, is_off
-        self.lock, self.users = threading.Lock(), 0
-        self.before: object = None
+    def __init__(self, read: Callable[[], bool], write: Callable[[bool], None]):
+        self.read, self.write = read, write
+        self.lock, self.users, self.before = threading.Lock(), 0, True
 
     def off(self) -> None:
         with self.lock:
             if self.users == 0:
                 self.before = self.read()
-                self.write(self.is_off)
+                self.write(False)
             self.users += 1
 
     def restore(self) -> None:
@@ -48,40 +47,7 @@ def _set_mkldnn(enabled: bool) -> None:
     torch.backends.mkldnn.set_flags(enabled)
 
 
-_cuda: Any = torch.backends.cuda
-_cudnn: Any = torch.backends.cudnn
-
-# TF32 is set by either of two interfaces of PyTorch. The older one refuses to tell what the newer has set; both see what the older sets.
-
-
-def _products() -> str | tuple[str]:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return (_cuda.matmul.fp32_precision,)
-
-
-def _set_products(precision: str | tuple[str]) -> None:
-    if isinstance(precision, str):
-        torch.set_float32_matmul_precision(precision)
-    else:
-        _cuda.matmul.fp32_precision = precision[0]
-
-
-def _convolutions() -> bool | tuple[str]:
-    try:
-        return _cudnn.allow_tf32
-    except RuntimeError:
-        return (_cudnn.conv.fp32_precision,)
-
-
-def _set_convolutions(precision: bool | tuple[str]) -> None:
-    if isinstance(precision, bool):
-        _cudnn.allow_tf32 = precision
-    else:
-        _cudnn.conv.fp32_precision = precision[0]
-
-
+_cuda = torch.backends.cuda
 _FAST_MODULES = _Switch(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled)
 _FUSED_ATTENTION = (
     _Switch(_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
@@ -92,7 +58,6 @@ _RECURRENT = (
     _Switch(lambda: bool(torch.backends.cudnn.enabled), _set_cudnn),
     _Switch(lambda: bool(torch.backends.mkldnn.enabled), _set_mkldnn),
 )
-_TF32 = (_Switch(_products, _set_products, "highest"), _Switch(_convolutions, _set_convolutions))
 
 
 Found = TypeVar("Found")
@@ -150,16 +115,6 @@ def plain_kernels(model: nn.Module, *, graph: bool) -> AbstractContextManager[No
         return _traceable(model)
     switches = _needed_switches(model) + _FUSED_ATTENTION * graph
     return _without(switches) if switches else nullcontext()
-
-
-def rounds_products() -> bool:
-    """Whether products of float32 are rounded to TF32, where the device can."""
-    return _products() not in ("highest", ("ieee",), ("none",))
-
-
-def exact_products() -> AbstractContextManager[None]:
-    """Within the block, no product of float32 is rounded to TF32."""
-    return _without(_TF32)
 
 
 @contextmanager

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ._kernels import rounds_products
-
 aten: Any = torch.ops.aten
 _OFTEN = 3  # to turn a weight takes about as long as to multiply by it
 _ALIGNED = 4  # numbers in 16 bytes, which is what the kernels read at once
 
 
 def turned_by_tf32(weight: Tensor) -> bool:
-    return weight.device.type == "cuda" and weight.dtype is torch.float32 and rounds_products()
+    cuda: Any = torch.backends.cuda.matmul
+    return weight.device.type == "cuda" and weight.dtype is torch.float32 and cuda.fp32_precision == "tf32"
 
 
 def turn_weights(graph: fx.Graph, wanted: Callable[[Tensor], bool] = turned_by_tf32) -> None:

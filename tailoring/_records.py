@@ -62,6 +62,7 @@ class Batch:
     seeds: Tensor | None = None
     start: State | None = None  # a warm start
     reuse: Reuse | None = None
+    rescued: bool = False  # answered untailored, too, in case the tailored answer fails
 
     @property
     def sites(self) -> tuple[Site, ...]:

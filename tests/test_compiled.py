@@ -234,6 +234,24 @@ def test_the_untailored_answers_cost_nothing_where_the_loss_asks_for_them():
     assert seen == [1 + 4 * 2, 1 + 3 * 2]
 
 
+def test_a_query_goes_in_by_itself_where_that_pass_is_the_untailored_answer():
+    """Else, next to its noisy view, it would be answered untailored in a pass of its own: four queries' worth in place of three."""
+    rows: list[int] = []
+
+    def watched(program: fx.GraphModule, _):
+        merge_repeats(program.graph)
+        program.recompile()
+        rows.extend(node.meta["val"].shape[0] for node in program.graph.nodes if node.target is torch.ops.aten.addmm.default)
+        return make_boxed_func(program.forward)
+
+    net, loss = mlp(), losses.Smooth(0.1)
+    model = Tailored(net, loss, adapt=CN("0"), steps=1, lr=1e-2, compile={"backend": aot_autograd(fw_compiler=watched)})
+    with torch.no_grad():
+        torch.testing.assert_close(model(queries(5)), model.replace(compile=False)(queries(5)))
+    layers = sum(isinstance(module, nn.Linear) for module in net.modules())
+    assert sum(rows) == 5 * (3 * layers - 1)  # below its first scale, the tailored answer is as the untailored one
+
+
 def test_repeats_are_merged_and_nothing_else():
     def function(x, y):
         return x.sin() * x.sin() + x.cos() * y.sin() + torch.ops.aten.add(x.sin(), y)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tailoring import CN, Inputs, OuterLoss, Shift, Support, Tailored, Weights, losses, outer_losses
 from tailoring._trees import tensors
-from tailoring.nn import resnet18
+from tailoring.nn import cifar_resnet, resnet18
 
 
 def tailored(adapter: str = "CN", **options) -> Tailored:
@@ -303,45 +303,35 @@ def test_a_gpu_gives_the_same_answers(name, adapt):
         torch.testing.assert_close(model.cuda()(*(a.cuda() for a in args)).cpu(), expected, rtol=1e-6, atol=1e-8)
 
 
-def by_older_switch():
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
+def test_rounding_does_not_pass_for_a_weight_used_elsewhere(monkeypatch):
+    """A GPU's fast convolutions have gradients that are percents from those of plain products."""
+    exact, doubts = nn.Conv2d._conv_forward, []
 
+    def rounded(self, x, weight, bias):
+        if weight.dtype is torch.float32:
+            weight = 1.05 * weight - 0.05 * weight.detach()
+        return exact(self, x, weight, bias)
 
-def by_newer_switch():
-    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+    def doubt(self, model, *others, original=Weights._doubt):
+        doubts.append(original(self, model, *others))
+        return doubts[-1]
 
-
-@pytest.mark.parametrize("switch_on", [by_older_switch, by_newer_switch])
-def test_exact_weights_are_tried_at_full_precision_whoever_has_switched_tf32_on(switch_on):
-    seen = []
-
-    class Watched(nn.Linear):
-        def forward(self, x):
-            seen.append(precision())
-            return super().forward(x)
-
-    def precision():
-        return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
-
-    try:
-        switch_on()
-        Tailored(nn.Sequential(Watched(4, 4), nn.Tanh()), drift, adapt=Weights(), steps=1, lr=1e-2)(torch.randn(3, 4))
-        assert precision() == ("tf32", "tf32")
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = True
-    assert ("tf32", "tf32") in seen  # the tailoring itself
-    assert any("tf32" not in pair for pair in seen)  # the trial
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", rounded)
+    monkeypatch.setattr(Weights, "_doubt", doubt)
+    torch.manual_seed(0)
+    sites = Weights().sites(cifar_resnet(20).eval(), torch.rand(2, 3, 32, 32))  # a warning would be an error
+    assert {site.how for site in sites} != {"copies"}
+    assert doubts[0] is not None
+    assert doubts[1:] == [None]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tf32_does_not_pass_for_a_weight_used_elsewhere():
     torch.manual_seed(0)
-    net = resnet18(classes=10, stem="cifar").eval().cuda()
+    net = resnet18(classes=10, stem="cifar").eval().cuda().to(memory_format=torch.channels_last)
     try:
-        by_older_switch()
+        torch.set_float32_matmul_precision("high")
         Weights().sites(net, torch.rand(4, 3, 32, 32, device="cuda"))  # a warning would be an error
     finally:
         torch.set_float32_matmul_precision("highest")

@@ -87,7 +87,7 @@ class Smooth(Loss):
 
     def forward(self, model: Any, x: Tensor) -> Tensor:
         noisy = self._noisy(model, x) if self.fresh else model.once(lambda: self._noisy(model, x))  # (queries * views, ...)
-        if model.runs_prefix_once:  # then x goes in by itself, as it will for the answer
+        if model.shares_passes:  # then x goes in by itself, as it will for the answer
             clean, others = grouped(read(model, self.at, x), 1), grouped(read(model, self.at, noisy), self.views)
         else:
             rows = torch.cat([x[:, None], noisy.unflatten(0, (-1, self.views))], 1).flatten(0, 1)
