@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, cast
@@ -18,6 +18,7 @@ Program = Callable[[Any], Any]
 _MOST_PADDING = 4  # a batch may be filled up to so many times its size, before a new size is compiled
 _PROGRAMS = 64  # of one model; dynamo's own limit is 8
 _REALIZED = {"realize_reads_threshold": 3}  # what several read is written down sooner: states reread what made them at every step
+_LIBRARIES = ("G['__import_torch", "G['__import_tailoring", "G['__builtins", "__import__('torch')")
 _RECORDED = {None, "reduce-overhead", "max-autotune"}  # the modes of torch.compile with CUDA graphs
 
 
@@ -91,15 +92,21 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
         return dict(given)
     mode = given.get("mode")
     options = {**_of_mode(mode), **_REALIZED, **merging(), **given.get("options", {})}
+    guards = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
     rest = {name: value for name, value in given.items() if name not in ("mode", "options")}
     if device.type != "cuda" or mode not in _RECORDED:
-        return {**rest, "options": options}
+        return {**rest, "options": options | guards}
     record = CudaGraphs()
 
     def recorded(program: fx.GraphModule, inputs: list[Any]) -> Program:
         return Recorded(cast(Callable[..., Any], torch._inductor.compile(program, inputs, options=options)), owned, record).__call__
 
-    return {**rest, "backend": recorded}
+    return {**rest, "backend": recorded, "options": guards}
+
+
+def _not_of_libraries(guards: Sequence[Any]) -> list[bool]:
+    """Which of its assumptions dynamo is to look at before every call: not at functions and constants of PyTorch, of Python, or of ours."""
+    return [not guard.name.startswith(_LIBRARIES) for guard in guards]
 
 
 def _of_mode(mode: str | None) -> dict[str, Any]:

@@ -492,6 +492,33 @@ def test_a_recorded_model_answers_as_before():
         torch.testing.assert_close(recorded(queries(6)), model(queries(6)))
 
 
+SCALE = 1.0
+
+
+def test_what_the_user_changes_is_seen_whatever_else_is_not_looked_at():
+    def loss(m, x):
+        return SCALE * (m(x) - target[0]).square().sum(1)
+
+    def agrees():
+        return torch.testing.assert_close(model(x), model.replace(compile=False)(x))
+
+    global SCALE
+    target, x = [0.5], queries(3)
+    model = Tailored(mlp(), loss, adapt=CN(nn.Tanh), steps=1, lr=1e-2, compile=True)
+    with torch.no_grad():
+        agrees()
+        for change in (
+            lambda: target.__setitem__(0, 2.0),
+            lambda: model.net[0].weight.mul_(2),
+            lambda: setattr(model.net, "2", nn.Identity()),
+        ):
+            change()
+            agrees()
+        SCALE = 3.0
+        agrees()
+    SCALE = 1.0
+
+
 def test_modes_of_torch_compile_go_with_our_options():
     cpu = torch.device("cpu")
     found = _compiled._options(cpu, {"mode": "max-autotune", "options": {"max_autotune": False}}, lambda: [])
