@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from ._adapt import Adapter
 from ._bound import Bound
 from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
 from ._kernels import may_look, plain_kernels
-from ._learned import Learned, OwnNames
+from ._learned import OwnNames
 from ._recompute import recomputed
 from ._records import Batch, Fit, Trace, all_finite, better, finite_rows, rows_where
 from ._reuse import serving
@@ -31,7 +32,6 @@ class Fitting(OwnNames):
 
     adapt: Adapter
     rule: Rule
-    tailoring: Learned
     steps: int
     backprop: Backprop
     recompute: bool
@@ -109,10 +109,13 @@ class Fitting(OwnNames):
         once = None if reuse is None else functools.partial(reuse.once, keep=keep)
         if reuse is not None:
             reuse.begin()
-        with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
+        with self._plain_kernels(batch):
             losses = self.loss(self.adapt.bind(Bound(self.net, run, x, seeds, step, keep=once), x), *args, **kwargs)
         check_losses(losses, queries)
         return self.adapt.reduce(losses, rows_of(state))
+
+    def _plain_kernels(self, batch: Batch) -> AbstractContextManager[None]:
+        return plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none", structure=batch.structure)
 
     def _fitted(self, batch: Batch) -> State:
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
@@ -163,7 +166,7 @@ class Fitting(OwnNames):
         args, kwargs = model_call(batch.x)
 
         def run(state: State) -> Any:
-            with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"), serving(batch.reuse, keep=False):
+            with self._plain_kernels(batch), serving(batch.reuse, keep=False):
                 return self.adapt.call(self.net, batch.sites, state, Reading(), args, kwargs)
 
         out = run(state)

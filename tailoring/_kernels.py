@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -61,6 +61,7 @@ _RECURRENT = (
 
 
 Found = TypeVar("Found")
+UNCHANGED: AbstractContextManager[None] = nullcontext()  # one serves all
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -74,32 +75,52 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def found_once(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
-    """What `find(model)` says of a model's modules, remembered while they are the same ones: to look at each takes its time."""
-    known: WeakKeyDictionary[nn.Module, tuple[list[ref[nn.Module]], Found]] = WeakKeyDictionary()
+class Structure:
+    """Which modules a model has: another object once they are others. It keeps what `found_once` functions found of them."""
+
+    def __init__(self, modules: list[nn.Module]):
+        self.modules = [ref(module) for module in modules]
+        self.found: dict[Callable[[nn.Module], Any], Any] = {}
+
+
+_structures: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
+
+
+def structure_of(model: nn.Module) -> Structure:
+    modules = all_modules(model)
+    known = _structures.get(model)
+    if known is None or [module() for module in known.modules] != modules:
+        known = _structures[model] = Structure(modules)
+    return known
+
+
+def found_once(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module, Structure | None], Found]:
+    """What `find(model)` says of a model's modules, remembered while they are the same ones: to look at each takes its time.
+
+    So does looking whether they are the same: who has just done so gives the `Structure` that was found.
+    """
 
     @wraps(find)
-    def ask(model: nn.Module) -> Found:
+    def ask(model: nn.Module, structure: Structure | None = None) -> Found:
         if torch.compiler.is_compiling():
             return find(model)
-        modules = all_modules(model)
-        then = known.get(model)
-        if then is None or [module() for module in then[0]] != modules:
-            then = known[model] = [ref(module) for module in modules], find(model)
-        return then[1]
+        found = (structure or structure_of(model)).found
+        if find not in found:
+            found[find] = find(model)
+        return found[find]
 
     return ask
 
 
-@found_once
-def structure_of(model: nn.Module) -> object:
-    """Another object once the model has other modules."""
-    return object()
-
-
 def precision_of(model: nn.Module) -> torch.dtype | None:
     """The dtype of its first parameter."""
-    return next((p.dtype for module in all_modules(model) for p in module._parameters.values() if p is not None), None)
+    for p in model._parameters.values():
+        if p is not None:
+            return p.dtype
+    for child in model._modules.values():
+        if child is not None and (found := precision_of(child)) is not None:
+            return found
+    return None
 
 
 @found_once
@@ -109,12 +130,12 @@ def _needed_switches(model: nn.Module) -> tuple[_Switch, ...]:
     return (_FAST_MODULES,) * attends + _RECURRENT * any(isinstance(m, nn.RNNBase) for m in kinds)
 
 
-def plain_kernels(model: nn.Module, *, graph: bool) -> AbstractContextManager[None]:
+def plain_kernels(model: nn.Module, *, graph: bool, structure: Structure | None = None) -> AbstractContextManager[None]:
     """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice."""
     if torch.compiler.is_compiling():  # the switches are not for dynamo to set; it takes fused attention apart itself
         return _traceable(model)
-    switches = _needed_switches(model) + _FUSED_ATTENTION * graph
-    return _without(switches) if switches else nullcontext()
+    switches = _needed_switches(model, structure) + _FUSED_ATTENTION * graph
+    return _without(switches) if switches else UNCHANGED
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ._adapt import Site
 from ._inner import Moment
+from ._kernels import Structure
 from ._reuse import Prefix, Reuse
 from ._states import State, where
 from ._trees import first_tensor, map_tensors, repeat_rows, tensors
@@ -52,8 +53,7 @@ class Places(NamedTuple):
     answers_by_row: bool  # every tensor of the answer has one, in which the rows of a query follow each other
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A batch of queries on its way through the inner loop."""
 
     x: Any
@@ -62,6 +62,7 @@ class Batch:
     seeds: Tensor | None = None
     start: State | None = None  # a warm start
     reuse: Reuse | None = None
+    structure: Structure | None = None  # of the model, if that was looked at
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[r
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from ._kernels import all_modules, plain_kernels
+from ._kernels import UNCHANGED, all_modules, plain_kernels
 from ._sites import Reading, Seen, first_and_another, intercepted
 from ._trees import map_tensors, model_call, tensors
 
@@ -193,7 +193,7 @@ def _hooked_below(module: nn.Module) -> bool:
 
 
 def serving(reuse: Reuse | None, *, keep: bool) -> AbstractContextManager[None]:
-    return nullcontext() if reuse is None else reuse.serving(keep=keep)
+    return UNCHANGED if reuse is None else reuse.serving(keep=keep)
 
 
 def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: Any) -> Prefix:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ._kernels import plain_kernels
-from ._recurrent import replaced_forward
+from ._recurrent import replace_forward, restore_forward
 from ._trees import Call, first_tensor, map_tensors, model_call, tensors
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
@@ -46,7 +46,7 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
 
     def __init__(self, model: nn.Module, arounds: Mapping[str, Around]):
         self.model, self.arounds = model, arounds
-        self.undo: list[Callable[[], Any]] = []
+        self.before: list[tuple[nn.Module, Any]] = []  # modules, each with the `forward` that the instance had
         self.alone = not torch.compiler.is_compiling()
 
     def __enter__(self) -> None:
@@ -54,14 +54,15 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
             ADAPTING.acquire()
         try:
             for name, around in self.arounds.items():
-                self.undo.append(_shadow_forward(_submodule(self.model, name), around))
+                module = _submodule(self.model, name)
+                self.before.append((module, replace_forward(module, _shadow(module, around))))
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: Any) -> None:
-        while self.undo:
-            self.undo.pop()()
+        while self.before:
+            restore_forward(*self.before.pop())
         if self.alone:
             ADAPTING.release()
 
@@ -75,16 +76,16 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-def _shadow_forward(module: nn.Module, around: Around) -> Callable[[], Any]:
+def _shadow(module: nn.Module, around: Around) -> Callable[..., Any]:
     forward = module.forward
     if torch.compiler.is_compiling():  # in one thread
-        return replaced_forward(module, lambda *args, **kwargs: around(forward, module, args, kwargs))
+        return lambda *args, **kwargs: around(forward, module, args, kwargs)
     owner = get_ident()
 
     def shadow(*args: Any, **kwargs: Any) -> Any:
         return around(forward, module, args, kwargs) if get_ident() == owner else forward(*args, **kwargs)
 
-    return replaced_forward(module, shadow)
+    return shadow
 
 
 @dataclass(frozen=True)

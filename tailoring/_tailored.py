@@ -13,7 +13,7 @@ from ._adapt import CN, Adapter
 from ._compiled import Compiled
 from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep
-from ._kernels import may_look, precision_of, structure_of
+from ._kernels import Structure, may_look, precision_of, structure_of
 from ._learned import Learned
 from ._records import Batch, Places, Trace, all_finite, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
@@ -96,9 +96,9 @@ class Tailored(Fitting):
         self.recompute = recompute
         self.steps, self.stop, self.chunk = steps, stop, chunk
         self.keep: Keep = "best" if self.rule.searches else keep
-        self.tailoring = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
+        self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self._places: dict[Any, Places] = {}
-        self._structure: object = None
+        self._structure: Structure | None = None
         self._prepared = False
         self.compile_options: Mapping[str, Any] | None = None if compile is False else {} if compile is True else compile
         self._compiled: Compiled | None = None
@@ -194,7 +194,7 @@ class Tailored(Fitting):
         return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None}  # a compiled program belongs to this process
+        return {**self.__dict__, "_compiled": None, "_structure": None}  # these belong to this process
 
     def _compiled_answer(self, x: Any) -> Any:
         def answer(part: Any) -> Any:
@@ -217,22 +217,25 @@ class Tailored(Fitting):
 
     def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[Batch]:
         """The queries in parts of `chunk`, checked before anything runs."""
-        refuse_mixing_modules(self.net)
-        if isinstance(self.loss, nn.Module):
-            refuse_mixing_modules(self.loss)
+        net, loss = self.net, self.loss
+        structure = None if torch.compiler.is_compiling() else structure_of(net)
+        refuse_mixing_modules(net, structure)
+        if isinstance(loss, nn.Module):
+            refuse_mixing_modules(loss)
         queries = count_rows(x)
-        places = self._find_places(x)
+        places = self._find_places(x, structure)
         if start is not None:
             check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
             raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
         start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
-            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries))]
+            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries), structure)]
         parts = split_rows([x, start, seeds], self.chunk)
         sizes = [count_rows(part) for part, *_ in parts]
         return [
-            Batch(part, n, places, own_seeds, own, self._reuse(places, n)) for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
+            Batch(part, n, places, own_seeds, own, self._reuse(places, n), structure)
+            for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
         ]
 
     def _reuse(self, places: Places, queries: int) -> Reuse | None:
@@ -248,11 +251,14 @@ class Tailored(Fitting):
             prefix = prefix if any(weights[name] for name in prefix) else {}  # else nothing but activation functions is left
         return Reuse(self.net, prefix) if prefix else None
 
-    def _find_places(self, x: Any) -> Places:
-        key = "compiled" if torch.compiler.is_compiling() else self._key(x)
-        if key != "compiled" and self._structure is not (structure := structure_of(self.net)):
-            self._structure = structure
-            self._places.clear()
+    def _find_places(self, x: Any, structure: Structure | None = None) -> Places:
+        if torch.compiler.is_compiling():
+            key = "compiled"
+        else:
+            key, structure = self._key(x), structure or structure_of(self.net)
+            if self._structure is not structure:
+                self._structure = structure
+                self._places.clear()
         if key not in self._places or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
             if torch.compiler.is_compiling():
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
@@ -265,7 +271,8 @@ class Tailored(Fitting):
 
     def _key(self, x: Any) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision."""
-        precision = precision_of(self.net), self.net.training
+        net = self.net
+        precision = precision_of(net), net.training
         if isinstance(x, Tensor):
             return precision, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)

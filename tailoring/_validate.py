@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ._adapt import Adapter
 from ._inner import Backprop, Keep
-from ._kernels import found_once
+from ._kernels import Structure, found_once
 from ._states import State, own_shape, rows_of
 
 
@@ -58,9 +58,9 @@ def check_state(state: Any, identity: State, rows: int | None = None) -> None:
             raise ValueError(f"the state's {name!r} has shape {(count, *own_shape(entry))}; expected {expected}")
 
 
-def refuse_mixing_modules(model: nn.Module) -> None:
+def refuse_mixing_modules(model: nn.Module, structure: Structure | None = None) -> None:
     """Raise if a module would mix the queries of a batch or draw other masks at each inner step."""
-    for name, reference in _suspects(model):
+    for name, reference in _suspects(model, structure):
         module = reference()
         if module is None:
             continue
