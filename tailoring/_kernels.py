@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -61,7 +60,7 @@ _RECURRENT = (
 
 
 Found = TypeVar("Found")
-UNCHANGED: AbstractContextManager[None] = nullcontext()  # one serves all
+_UNCHANGED: AbstractContextManager[None] = nullcontext()  # one serves all
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -76,38 +75,36 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
 
 class Structure:
-    """Which modules a model has: another object once they are others. It keeps what `found_once` functions found of them."""
+    """Which modules a model has, and what `found_once` functions found of them. It holds while they are the same ones."""
 
-    def __init__(self, modules: list[nn.Module]):
-        self.modules = [ref(module) for module in modules]
+    def __init__(self, model: nn.Module):
+        self.children = [(module, list(module._modules.values())) for module in all_modules(model)]
         self.found: dict[Callable[[nn.Module], Any], Any] = {}
 
+    def holds(self, model: nn.Module) -> bool:
+        if model is not self.children[0][0]:
+            return False
+        for module, children in self.children:
+            now = module._modules
+            if len(now) != len(children) or (children and list(now.values()) != children):
+                return False
+        return True
 
-_structures: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
-
-def structure_of(model: nn.Module) -> Structure:
-    modules = all_modules(model)
-    known = _structures.get(model)
-    if known is None or [module() for module in known.modules] != modules:
-        known = _structures[model] = Structure(modules)
-    return known
+def structure_of(model: nn.Module, known: Structure | None) -> Structure:
+    return known if known is not None and known.holds(model) else Structure(model)
 
 
 def found_once(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module, Structure | None], Found]:
-    """What `find(model)` says of a model's modules, remembered while they are the same ones: to look at each takes its time.
-
-    So does looking whether they are the same: who has just done so gives the `Structure` that was found.
-    """
+    """What `find(model)` says of a model's modules, remembered with its structure if that is given: to look at each takes its time."""
 
     @wraps(find)
     def ask(model: nn.Module, structure: Structure | None = None) -> Found:
-        if torch.compiler.is_compiling():
+        if structure is None:
             return find(model)
-        found = (structure or structure_of(model)).found
-        if find not in found:
-            found[find] = find(model)
-        return found[find]
+        if find not in structure.found:
+            structure.found[find] = find(model)
+        return structure.found[find]
 
     return ask
 
@@ -131,11 +128,14 @@ def _needed_switches(model: nn.Module) -> tuple[_Switch, ...]:
 
 
 def plain_kernels(model: nn.Module, *, graph: bool, structure: Structure | None = None) -> AbstractContextManager[None]:
-    """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice."""
-    if torch.compiler.is_compiling():  # the switches are not for dynamo to set; it takes fused attention apart itself
+    """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice.
+
+    One such context serves many blocks, but in compiled code.
+    """
+    if structure is None and torch.compiler.is_compiling():  # the switches are not for dynamo to set; it takes fused attention apart itself
         return _traceable(model)
     switches = _needed_switches(model, structure) + _FUSED_ATTENTION * graph
-    return _without(switches) if switches else UNCHANGED
+    return _Without(switches) if switches else _UNCHANGED
 
 
 @contextmanager
@@ -149,13 +149,22 @@ def _traceable(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without(switches: tuple[_Switch, ...]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for switch in switches:
-            switch.off()
-            stack.callback(switch.restore)
-        yield
+class _Without:
+    """Within the block the switches are off. One serves many blocks, one after another or one within another."""
+
+    def __init__(self, switches: tuple[_Switch, ...]):
+        self.switches = switches
+
+    def __enter__(self) -> None:
+        with ExitStack() as undo:
+            for switch in self.switches:
+                switch.off()
+                undo.callback(switch.restore)
+            undo.pop_all()
+
+    def __exit__(self, *_: Any) -> None:
+        for switch in reversed(self.switches):
+            switch.restore()
 
 
 def may_look() -> bool:

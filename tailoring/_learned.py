@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,11 +47,11 @@ class OwnNames(nn.Module):
 
     @property
     def net(self) -> nn.Module:
-        return cast(nn.Module, self._modules["net"])
+        return self._modules["net"]  # type: ignore[return-value]
 
     @property
     def tailoring(self) -> Learned:
-        return cast(Learned, self._modules["tailoring"])
+        return self._modules["tailoring"]  # type: ignore[return-value]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         if self.tailoring.wants_start and not self.tailoring.start:

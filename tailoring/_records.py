@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from ._adapt import Site
 from ._inner import Moment
-from ._kernels import Structure
 from ._reuse import Prefix, Reuse
 from ._states import State, where
 from ._trees import first_tensor, map_tensors, repeat_rows, tensors
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
     seeds: Tensor | None = None
     start: State | None = None  # a warm start
     reuse: Reuse | None = None
-    structure: Structure | None = None  # of the model, if that was looked at
+    kernels: AbstractContextManager[None] | None = None  # plain ones, for each of the passes; None: to be asked for at each
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -88,7 +88,7 @@ def better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Mo
 
 def all_finite(out: Any) -> bool:
     """Surely so if it says so: a sum may overflow."""
-    return all(math.isfinite(t.detach().sum().item()) for t in tensors(out) if t.is_floating_point())
+    return all([math.isfinite(t.sum().item()) for t in tensors(out) if t.is_floating_point()])  # noqa: C419 - a list takes less time
 
 
 def finite_rows(out: Any, rows: int, dimensions: Mapping[int, int | None]) -> Tensor:

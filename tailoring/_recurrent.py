@@ -13,18 +13,13 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Any:
-    """Shadow the module's `forward` on the instance. What is returned is what the instance had there, for `restore_forward`."""
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Any]:
+    """Shadow the module's `forward` on the instance; what is returned takes that back."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
-    return own
-
-
-def restore_forward(module: nn.Module, own: Any) -> None:
     if own is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = own
+        return functools.partial(module.__dict__.pop, "forward", None)
+    return functools.partial(module.__dict__.__setitem__, "forward", own)
 
 
 NEEDS_TRACEABLE = TorchVersion(torch.__version__) < "2.13"
@@ -53,7 +48,7 @@ def unrolled_layers(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in model.modules():
             if isinstance(layer, nn.RNNBase):
-                stack.callback(restore_forward, layer, replace_forward(layer, Unrolled(layer)))
+                stack.callback(replaced_forward(layer, Unrolled(layer)))
         yield
 
 

@@ -23,7 +23,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[r
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from ._kernels import UNCHANGED, all_modules, plain_kernels
+from ._kernels import all_modules, plain_kernels
 from ._sites import Reading, Seen, first_and_another, intercepted
 from ._trees import map_tensors, model_call, tensors
 
@@ -190,10 +190,6 @@ def _keepable(given: list[Any]) -> bool:
 def _hooked_below(module: nn.Module) -> bool:
     """Whether someone listens inside, and would hear nothing from a module that does not run."""
     return any(m._forward_hooks or m._forward_pre_hooks for m in all_modules(module)[1:])
-
-
-def serving(reuse: Reuse | None, *, keep: bool) -> AbstractContextManager[None]:
-    return UNCHANGED if reuse is None else reuse.serving(keep=keep)
 
 
 def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: Any) -> Prefix:

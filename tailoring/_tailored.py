@@ -99,6 +99,7 @@ class Tailored(Fitting):
         self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self._places: dict[Any, Places] = {}
         self._structure: Structure | None = None
+        self._loss_structure: Structure | None = None
         self._prepared = False
         self.compile_options: Mapping[str, Any] | None = None if compile is False else {} if compile is True else compile
         self._compiled: Compiled | None = None
@@ -131,7 +132,8 @@ class Tailored(Fitting):
         args, kwargs = model_call(x)
         if count_rows(x) == 0:
             return self.net(*args, **kwargs)
-        batch = Batch(x, count_rows(x), self._find_places(x))
+        structure = self._find_structure()
+        batch = Batch(x, count_rows(x), self._find_places(x, structure), kernels=structure and self._plain_kernels(structure))
         check_state(state, self._identity(batch, 1))
         return self._keeping_little(lambda: self._answer(batch, state), batch, state)[0]
 
@@ -194,7 +196,7 @@ class Tailored(Fitting):
         return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None, "_structure": None}  # these belong to this process
+        return {**self.__dict__, "_compiled": None, "_structure": None, "_loss_structure": None}  # of this process, and these very modules
 
     def _compiled_answer(self, x: Any) -> Any:
         def answer(part: Any) -> Any:
@@ -218,23 +220,25 @@ class Tailored(Fitting):
     def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[Batch]:
         """The queries in parts of `chunk`, checked before anything runs."""
         net, loss = self.net, self.loss
-        structure = None if torch.compiler.is_compiling() else structure_of(net)
+        structure = self._find_structure()
         refuse_mixing_modules(net, structure)
         if isinstance(loss, nn.Module):
-            refuse_mixing_modules(loss)
-        queries = count_rows(x)
-        places = self._find_places(x, structure)
+            if structure is not None:
+                self._loss_structure = structure_of(loss, self._loss_structure)
+            refuse_mixing_modules(loss, structure and self._loss_structure)
+        queries, places = count_rows(x), self._find_places(x, structure)
+        kernels = structure and self._plain_kernels(structure)
         if start is not None:
             check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
             raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
         start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
-            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries), structure)]
+            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries), kernels)]
         parts = split_rows([x, start, seeds], self.chunk)
         sizes = [count_rows(part) for part, *_ in parts]
         return [
-            Batch(part, n, places, own_seeds, own, self._reuse(places, n), structure)
+            Batch(part, n, places, own_seeds, own, self._reuse(places, n), kernels)
             for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
         ]
 
@@ -252,22 +256,29 @@ class Tailored(Fitting):
         return Reuse(self.net, prefix) if prefix else None
 
     def _find_places(self, x: Any, structure: Structure | None = None) -> Places:
-        if torch.compiler.is_compiling():
-            key = "compiled"
-        else:
-            key, structure = self._key(x), structure or structure_of(self.net)
-            if self._structure is not structure:
-                self._structure = structure
-                self._places.clear()
-        if key not in self._places or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
-            if torch.compiler.is_compiling():
+        structure = structure or self._find_structure()
+        key = "compiled" if structure is None else self._key(x)
+        places = self._places.get(key)
+        if places is None or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
+            if structure is None:
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
             sites, seen = self.adapt.sites(self.net, x), watch(self.net, x)
             prefix = find_prefix(self.adapt, self.net, sites, seen, x)
             answers = [s for s in seen if s.name == "" and s.leaf >= 0]
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
-            self._places[key] = self._places["compiled"] = Places(sites, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
-        return self._places[key]
+            places = Places(sites, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
+            self._places[key] = self._places["compiled"] = places
+        return places
+
+    def _find_structure(self) -> Structure | None:
+        """The model's modules, as they are now: None in compiled code. What was known of a model with other ones is forgotten."""
+        if torch.compiler.is_compiling():
+            return None
+        structure = structure_of(self.net, self._structure)
+        if structure is not self._structure:
+            self._structure = structure
+            self._places.clear()
+        return structure
 
     def _key(self, x: Any) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision."""

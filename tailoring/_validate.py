@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any, get_args
-from weakref import ref
 
 from torch import Tensor, nn
 
@@ -60,10 +59,7 @@ def check_state(state: Any, identity: State, rows: int | None = None) -> None:
 
 def refuse_mixing_modules(model: nn.Module, structure: Structure | None = None) -> None:
     """Raise if a module would mix the queries of a batch or draw other masks at each inner step."""
-    for name, reference in _suspects(model, structure):
-        module = reference()
-        if module is None:
-            continue
+    for name, module in _suspects(model, structure):
         here = f"{name or 'the model'} ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             if module.training:
@@ -83,9 +79,9 @@ def refuse_mixing_modules(model: nn.Module, structure: Structure | None = None) 
 
 
 @found_once
-def _suspects(model: nn.Module) -> list[tuple[str, ref[nn.Module]]]:
+def _suspects(model: nn.Module) -> list[tuple[str, nn.Module]]:
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention
-    return [(name, ref(module)) for name, module in model.named_modules() if isinstance(module, kinds)]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def _drops(module: nn.Module) -> bool:
