@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ._bound import Bound
 from ._inner import differentiate
-from ._sites import Around, At, Reading, Seen, check_at, describe, intercepted, matching, refuse_disorder, watch
+from ._sites import WHOLE, Around, At, Reading, Seen, check_at, describe, intercepted, matching, refuse_disorder, watch
 from ._states import State, as_tensor
 from ._trees import copies_per_query, repeat_rows
 
@@ -91,8 +91,10 @@ class Adapter:
         self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None
     ) -> Any:
         """By default, edit the outputs of the modules at the sites."""
-        arounds = {name: _edit_outputs(name, group, state, self.edit) for name, group in by_module(sites).items()}
+        arounds = {name: _edit_outputs(group, state, self.edit) for name, group in by_module(sites).items()}
         with intercepted(model, arounds):
+            if reading is WHOLE:
+                return model(*args, **kwargs)
             return reading(model, lambda module: module(*args, **kwargs))
 
     def gradient(
@@ -151,8 +153,8 @@ class CN(Adapter):
         return state
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
-        gamma, beta = as_tensor(state[f"{site.key}.gamma"]), as_tensor(state[f"{site.key}.beta"])
-        assert site.rows is not None
+        gamma, beta = state[f"{site.key}.gamma"], state[f"{site.key}.beta"]
+        assert site.rows is not None and isinstance(gamma, Tensor) and isinstance(beta, Tensor)  # noqa: PT018 - as nearly always
         if out.shape == gamma.shape and site.rows == 0 and out.dtype == gamma.dtype:
             return gamma * out + beta
         rows = out.shape[site.rows]
@@ -203,20 +205,20 @@ def by_module(sites: Iterable[Site]) -> dict[str, list[Site]]:
     return groups
 
 
-def _edit_outputs(name: str, sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor]) -> Around:
+def _edit_outputs(sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor]) -> Around:
     """Edits the outputs of one module: its n-th call is answered by its n-th sites."""
-    calls, count = sites[0].calls, [0]
+    calls, ran = sites[0].calls, 0
 
     def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal ran
         out = forward(*args, **kwargs)
-        call = count[0]
-        count[0] += 1
-        if call >= calls:
+        here = sites if calls == 1 else [site for site in sites if site.call == ran]
+        ran += 1
+        if ran > calls:
             raise RuntimeError(
-                f"module {name!r} ran more often than in the first forward pass ({calls} times); adapt a module that runs "
+                f"module {sites[0].module!r} ran more often than in the first forward pass ({calls} times); adapt a module that runs "
                 "a fixed number of times, or give each use a module of its own"
             )
-        here = [site for site in sites if site.call == call]
         if isinstance(out, Tensor):
             return edit(out, here[0], state) if here else out
         leaves, spec = pytree.tree_flatten(out)

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
-from ._sites import Reading
+from ._sites import WHOLE, Reading
 from .random import fold, seeds_of
 
 
@@ -40,7 +40,7 @@ class Bound:
         return cls(other._module, other._run, other._query, other._seeds, other._step, other._path, other._keep, other._shares)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(Reading(self._path), args, kwargs)
+        return self._run(Reading(self._path) if self._path else WHOLE, args, kwargs)
 
     def output_of(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The (first) tensor that the submodule `name` puts out, at its last call, while the model answers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -13,15 +13,15 @@ from torch import Tensor
 from ._adapt import Adapter
 from ._bound import Bound
 from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
-from ._kernels import may_look, plain_kernels
-from ._learned import Learned, OwnNames
+from ._kernels import Structure, may_look, plain_kernels
+from ._learned import OwnNames
 from ._recompute import recomputed
 from ._records import Batch, Fit, Trace, all_finite, better, finite_rows, rows_where
-from ._reuse import serving
+from ._reuse import Reuse
 from ._rules import Descent, Rule
-from ._sites import Reading
+from ._sites import WHOLE, Reading
 from ._states import State, compact, device_of, rows_of, where
-from ._trees import as_call, count_rows, model_call, take_rows, tensors
+from ._trees import as_call, model_call, take_rows, tensors
 from ._validate import check_losses
 
 Loss = Callable[..., Tensor]  # loss(model, x) -> (queries,)
@@ -32,7 +32,6 @@ class Fitting(OwnNames):
 
     adapt: Adapter
     rule: Rule
-    tailoring: Learned
     steps: int
     backprop: Backprop
     recompute: bool
@@ -47,12 +46,13 @@ class Fitting(OwnNames):
 
     def _identity(self, batch: Batch, rows: int) -> State:
         """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
-        learned = self.tailoring
-        device = tensors(batch.x)[0].device
-        if learned.wants_start and not learned.start:
-            learned.set_start(self.adapt.init(self.net, batch.sites, 1, device))
-        state = self.adapt.init(self.net, batch.sites, rows, device)
-        return learned.start_for(rows, state) if learned.wants_start else state
+        learned, device = self.tailoring, tensors(batch.x)[0].device
+        state = self.adapt.init(self.net, batch.places.sites, rows, device)
+        if not learned.wants_start:
+            return state
+        if not learned.start:
+            learned.set_start(self.adapt.init(self.net, batch.places.sites, 1, device))
+        return learned.start_for(rows, state)
 
     def _moments(self, batch: Batch) -> Iterator[Moment]:
         """The inner loop on a batch, watching that nothing it still needs is changed between two steps."""
@@ -84,11 +84,12 @@ class Fitting(OwnNames):
         return list(self.parameters()) if self.backprop == "all" else list(self.tailoring.lr.values())
 
     def _gradient(self, batch: Batch, state: State, rows: Tensor | None, step: int, graph: bool) -> tuple[Tensor, State]:
-        if torch.compiler.is_compiling() and batch.reuse is not None and step == 0:
+        if batch.reuse is not None and step == 0 and torch.compiler.is_compiling():
             with torch.no_grad():  # nothing made inside torch.func.grad may leave it; all else of this pass is dead code
                 self._losses(batch, rows, step, state, keep=True)
         evaluate = functools.partial(self._losses, batch, rows, step)
-        return self._keeping_little(lambda: self.adapt.gradient(evaluate, batch.sites, state, (step, self.steps), graph), batch, state)
+        compute = functools.partial(self.adapt.gradient, evaluate, batch.places.sites, state, (step, self.steps), graph)
+        return self._keeping_little(compute, batch, state) if self.recompute else compute()
 
     def _keeping_little(self, compute: Callable[[], tuple[Any, Any]], batch: Batch, state: State) -> tuple[Any, Any]:
         """`compute()`; with `recompute`, its graph keeps no activations. (A compiler decides itself what to keep.)"""
@@ -99,22 +100,29 @@ class Fitting(OwnNames):
     def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
         """The tailoring loss for each row of the state."""
         x, seeds, reuse = (batch.x, batch.seeds, batch.reuse) if rows is None else (*take_rows((batch.x, batch.seeds), rows), None)
-        queries = count_rows(x)
-        keep = not torch.compiler.is_compiling() if keep is None else keep
-
-        def run(reading: Reading, args: Any, kwargs: Any) -> Any:
-            with serving(reuse, keep=keep):
-                return self.adapt.call(self.net, batch.sites, state, reading, args, kwargs, taps)
-
+        keep = reuse is not None and not torch.compiler.is_compiling() if keep is None else keep
+        run = functools.partial(self._call, batch, state, reuse, keep, taps)
         args, kwargs = as_call(x)
         once = None if reuse is None else functools.partial(reuse.once, keep=keep)
         if reuse is not None:
             reuse.begin()
-        with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"):
+        with batch.kernels or self._plain_kernels():
             bound = Bound(self.net, run, x, seeds, step, keep=once, shares=batch.rescued and rows is None)
             losses = self.loss(self.adapt.bind(bound, x), *args, **kwargs)
-        check_losses(losses, queries)
+        check_losses(losses, batch.queries if rows is None else len(rows))
         return self.adapt.reduce(losses, rows_of(state))
+
+    def _call(
+        self, batch: Batch, state: State, reuse: Reuse | None, keep: bool, taps: Any, reading: Reading, args: Any, kwargs: Any
+    ) -> Any:
+        """A reading of the model as adapted by the state."""
+        if reuse is None:
+            return self.adapt.call(self.net, batch.places.sites, state, reading, args, kwargs, taps)
+        with reuse.serving(keep=keep):
+            return self.adapt.call(self.net, batch.places.sites, state, reading, args, kwargs, taps)
+
+    def _plain_kernels(self, structure: Structure | None = None) -> AbstractContextManager[None]:
+        return plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none", structure=structure)
 
     def _fitted(self, batch: Batch) -> State:
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
@@ -127,7 +135,7 @@ class Fitting(OwnNames):
 
     def _rescued(self, batch: Batch) -> Any:
         """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
-        batch = replace(batch, rescued=batch.places.answers_by_row)
+        batch = batch._replace(rescued=batch.places.answers_by_row)
         start = self._identity(batch, self.adapt.rows(batch.queries))
         state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, cast(Descent, self.rule).rate, self.steps)
         out = self._answer(batch, where(fine, state, start))[0]
@@ -166,8 +174,8 @@ class Fitting(OwnNames):
         args, kwargs = model_call(batch.x)
 
         def run(state: State) -> Any:
-            with plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none"), serving(batch.reuse, keep=False):
-                return self.adapt.call(self.net, batch.sites, state, Reading(), args, kwargs)
+            with batch.kernels or self._plain_kernels():
+                return self._call(batch, state, batch.reuse, False, None, WHOLE, args, kwargs)
 
         out = run(state)
         if not may_look() or all_finite(out):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -114,9 +113,7 @@ def hurry(gradient: Gradient, state: State, rate: Callable[[str, int], Any], ste
         state, seen = _descend_blindly(watched, state, rate, steps)
     except _Astray:
         return None
-    with torch.no_grad():
-        norms = torch._foreach_norm([*seen, *map(states.as_tensor, state.values())])  # pyright: ignore[reportPrivateImportUsage]
-        return state if math.isfinite(torch.stack(norms).sum().item()) else None
+    return state if states.all_finite([*seen, *state.values()]) else None
 
 
 class _Astray(Exception):  # noqa: N818 - no error of the caller's: the careful loop will not go there

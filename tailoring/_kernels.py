@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import TypeVar
-from weakref import WeakKeyDictionary, ref
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -61,6 +60,7 @@ _RECURRENT = (
 
 
 Found = TypeVar("Found")
+_UNCHANGED: AbstractContextManager[None] = nullcontext()  # one serves all
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -74,32 +74,50 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def found_once(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
-    """What `find(model)` says of a model's modules, remembered while they are the same ones: to look at each takes its time."""
-    known: WeakKeyDictionary[nn.Module, tuple[list[ref[nn.Module]], Found]] = WeakKeyDictionary()
+class Structure:
+    """Which modules a model has, and what `found_once` functions found of them. It holds while they are the same ones."""
+
+    def __init__(self, model: nn.Module):
+        self.children = [(module, list(module._modules.values())) for module in all_modules(model)]
+        self.found: dict[Callable[[nn.Module], Any], Any] = {}
+
+    def holds(self, model: nn.Module) -> bool:
+        if model is not self.children[0][0]:
+            return False
+        for module, children in self.children:
+            now = module._modules
+            if len(now) != len(children) or (children and list(now.values()) != children):
+                return False
+        return True
+
+
+def structure_of(model: nn.Module, known: Structure | None) -> Structure:
+    return known if known is not None and known.holds(model) else Structure(model)
+
+
+def found_once(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module, Structure | None], Found]:
+    """What `find(model)` says of a model's modules, remembered with its structure if that is given: to look at each takes its time."""
 
     @wraps(find)
-    def ask(model: nn.Module) -> Found:
-        if torch.compiler.is_compiling():
+    def ask(model: nn.Module, structure: Structure | None = None) -> Found:
+        if structure is None:
             return find(model)
-        modules = all_modules(model)
-        then = known.get(model)
-        if then is None or [module() for module in then[0]] != modules:
-            then = known[model] = [ref(module) for module in modules], find(model)
-        return then[1]
+        if find not in structure.found:
+            structure.found[find] = find(model)
+        return structure.found[find]
 
     return ask
 
 
-@found_once
-def structure_of(model: nn.Module) -> object:
-    """Another object once the model has other modules."""
-    return object()
-
-
 def precision_of(model: nn.Module) -> torch.dtype | None:
     """The dtype of its first parameter."""
-    return next((p.dtype for module in all_modules(model) for p in module._parameters.values() if p is not None), None)
+    for p in model._parameters.values():
+        if p is not None:
+            return p.dtype
+    for child in model._modules.values():
+        if child is not None and (found := precision_of(child)) is not None:
+            return found
+    return None
 
 
 @found_once
@@ -109,12 +127,15 @@ def _needed_switches(model: nn.Module) -> tuple[_Switch, ...]:
     return (_FAST_MODULES,) * attends + _RECURRENT * any(isinstance(m, nn.RNNBase) for m in kinds)
 
 
-def plain_kernels(model: nn.Module, *, graph: bool) -> AbstractContextManager[None]:
-    """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice."""
-    if torch.compiler.is_compiling():  # the switches are not for dynamo to set; it takes fused attention apart itself
+def plain_kernels(model: nn.Module, *, graph: bool, structure: Structure | None = None) -> AbstractContextManager[None]:
+    """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice.
+
+    One such context serves many blocks, but in compiled code.
+    """
+    if structure is None and torch.compiler.is_compiling():  # the switches are not for dynamo to set; it takes fused attention apart itself
         return _traceable(model)
-    switches = _needed_switches(model) + _FUSED_ATTENTION * graph
-    return _without(switches) if switches else nullcontext()
+    switches = _needed_switches(model, structure) + _FUSED_ATTENTION * graph
+    return _Without(switches) if switches else _UNCHANGED
 
 
 @contextmanager
@@ -128,13 +149,22 @@ def _traceable(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without(switches: tuple[_Switch, ...]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for switch in switches:
-            switch.off()
-            stack.callback(switch.restore)
-        yield
+class _Without:
+    """Within the block the switches are off. One serves many blocks, one after another or one within another."""
+
+    def __init__(self, switches: tuple[_Switch, ...]):
+        self.switches = switches
+
+    def __enter__(self) -> None:
+        with ExitStack() as undo:
+            for switch in self.switches:
+                switch.off()
+                undo.callback(switch.restore)
+            undo.pop_all()
+
+    def __exit__(self, *_: Any) -> None:
+        for switch in reversed(self.switches):
+            switch.restore()
 
 
 def may_look() -> bool:

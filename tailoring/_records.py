@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,8 +53,7 @@ class Places(NamedTuple):
     answers_by_row: bool  # every tensor of the answer has one, in which the rows of a query follow each other
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A batch of queries on its way through the inner loop."""
 
     x: Any
@@ -62,6 +62,7 @@ class Batch:
     seeds: Tensor | None = None
     start: State | None = None  # a warm start
     reuse: Reuse | None = None
+    kernels: AbstractContextManager[None] | None = None  # plain ones, for each of the passes; None: to be asked for at each
     rescued: bool = False  # answered untailored, too, in case the tailored answer fails
 
     @property
@@ -88,7 +89,7 @@ def better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Mo
 
 def all_finite(out: Any) -> bool:
     """Surely so if it says so: a sum may overflow."""
-    return all(math.isfinite(t.detach().sum().item()) for t in tensors(out) if t.is_floating_point())
+    return all([math.isfinite(t.sum().item()) for t in tensors(out) if t.is_floating_point()])  # noqa: C419 - a list takes less time
 
 
 def finite_rows(out: Any, rows: int, dimensions: Mapping[int, int | None]) -> Tensor:

@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,10 +190,6 @@ def _keepable(given: list[Any]) -> bool:
 def _hooked_below(module: nn.Module) -> bool:
     """Whether someone listens inside, and would hear nothing from a module that does not run."""
     return any(m._forward_hooks or m._forward_pre_hooks for m in all_modules(module)[1:])
-
-
-def serving(reuse: Reuse | None, *, keep: bool) -> AbstractContextManager[None]:
-    return nullcontext() if reuse is None else reuse.serving(keep=keep)
 
 
 def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: Any) -> Prefix:

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from threading import get_ident
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ._kernels import plain_kernels
-from ._recurrent import replaced_forward
 from ._trees import Call, first_tensor, map_tensors, model_call, tensors
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
@@ -46,45 +45,51 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
 
     def __init__(self, model: nn.Module, arounds: Mapping[str, Around]):
         self.model, self.arounds = model, arounds
-        self.undo: list[Callable[[], Any]] = []
+        self.before: list[tuple[dict[str, Any], Any]] = []  # what instances own, and the `forward` that was among it
         self.alone = not torch.compiler.is_compiling()
 
     def __enter__(self) -> None:
         if self.alone:
             ADAPTING.acquire()
+        owner = get_ident() if self.alone else None
+        find = _submodule if self.alone else nn.Module.get_submodule
         try:
             for name, around in self.arounds.items():
-                self.undo.append(_shadow_forward(_submodule(self.model, name), around))
+                module = find(self.model, name)
+                own = module.__dict__
+                self.before.append((own, own.get("forward")))
+                own["forward"] = _shadow(module, around, owner)
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: Any) -> None:
-        while self.undo:
-            self.undo.pop()()
+        while self.before:
+            own, forward = self.before.pop()
+            if forward is None:
+                own.pop("forward", None)
+            else:
+                own["forward"] = forward
         if self.alone:
             ADAPTING.release()
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:
     """`model.get_submodule(name)` in a quarter of the time, for names that the model has."""
-    if torch.compiler.is_compiling():
-        return model.get_submodule(name)
     for part in name.split(".") if name else ():
-        model = cast(nn.Module, model._modules[part])
+        model = model._modules[part]  # type: ignore[assignment]
     return model
 
 
-def _shadow_forward(module: nn.Module, around: Around) -> Callable[[], Any]:
+def _shadow(module: nn.Module, around: Around, owner: int | None) -> Callable[..., Any]:
     forward = module.forward
-    if torch.compiler.is_compiling():  # in one thread
-        return replaced_forward(module, lambda *args, **kwargs: around(forward, module, args, kwargs))
-    owner = get_ident()
+    if owner is None:  # dynamo's, which traces in one thread
+        return lambda *args, **kwargs: around(forward, module, args, kwargs)
 
     def shadow(*args: Any, **kwargs: Any) -> Any:
         return around(forward, module, args, kwargs) if get_ident() == owner else forward(*args, **kwargs)
 
-    return replaced_forward(module, shadow)
+    return shadow
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,9 @@ class Reading:
         if not caught:
             raise ValueError(f"module {self.below!r} did not run in this forward pass")
         return caught[-1]
+
+
+WHOLE = Reading()  # the model's own answer
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,21 @@ the outer products it is a sum of.
 
 from __future__ import annotations
 
+import cmath
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 from torch.utils import _pytree as pytree
 
 from ._kernels import may_look
 
 START, ZERO = -1, -2  # the keys of the blocks that a state starts with, and of a zero
+_FEW = 1 << 16  # numbers that are copied side by side in less time than is spent on another operation
 
 
 Key = int | tuple[str, "Key"]
@@ -171,8 +176,7 @@ def detached(state: State) -> State:
 
 def leaves(state: State, graph: bool) -> dict[str, Tensor]:
     """The entries of a state of tensors, ready to be differentiated by; with `graph`, what they depend on stays known."""
-    tensors = {name: e for name, e in state.items() if isinstance(e, Tensor)}
-    return {name: t if graph and t.requires_grad else t.detach().requires_grad_() for name, t in tensors.items()}
+    return {name: t if graph and t.requires_grad else t.detach().requires_grad_() for name, t in state.items() if isinstance(t, Tensor)}
 
 
 def take(state: State, rows: Tensor) -> State:
@@ -227,6 +231,14 @@ def finite(state: State) -> Tensor:
         return torch.ones(rows_of(state), dtype=torch.bool, device=device_of(state))
     wide = torch.promote_types(numbers[0].dtype, torch.float32)
     return torch.stack([t.flatten(1).sum(1, dtype=wide) for t in numbers]).sum(0).isfinite()
+
+
+def all_finite(numbers: list[Any]) -> bool:
+    """Whether all of them are: surely so if it says so, since a sum or a norm may overflow."""
+    if sum(map(Tensor.numel, numbers)) <= _FEW:
+        return cmath.isfinite(_flatten_dense_tensors(numbers).sum().item())
+    with torch.no_grad():
+        return math.isfinite(torch.stack(torch._foreach_norm(numbers)).sum().item())  # pyright: ignore[reportPrivateImportUsage]
 
 
 def square_norms(state: State) -> Tensor:

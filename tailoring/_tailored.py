@@ -14,7 +14,7 @@ from ._adapt import CN, Adapter
 from ._compiled import Compiled
 from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep
-from ._kernels import may_look, precision_of, structure_of
+from ._kernels import Structure, may_look, precision_of, structure_of
 from ._learned import Learned
 from ._records import Batch, Places, Trace, all_finite, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
@@ -97,9 +97,10 @@ class Tailored(Fitting):
         self.recompute = recompute
         self.steps, self.stop, self.chunk = steps, stop, chunk
         self.keep: Keep = "best" if self.rule.searches else keep
-        self.tailoring = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
+        self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self._places: dict[Any, Places] = {}
-        self._structure: object = None
+        self._structure: Structure | None = None
+        self._loss_structure: Structure | None = None
         self._prepared = False
         self.compile_options: Mapping[str, Any] | None = None if compile is False else {} if compile is True else compile
         self._compiled: Compiled | None = None
@@ -132,7 +133,8 @@ class Tailored(Fitting):
         args, kwargs = model_call(x)
         if count_rows(x) == 0:
             return self.net(*args, **kwargs)
-        batch = Batch(x, count_rows(x), self._find_places(x))
+        structure = self._find_structure()
+        batch = Batch(x, count_rows(x), self._find_places(x, structure), kernels=structure and self._plain_kernels(structure))
         check_state(state, self._identity(batch, 1))
         return self._keeping_little(lambda: self._answer(batch, state), batch, state)[0]
 
@@ -195,7 +197,7 @@ class Tailored(Fitting):
         return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None}  # a compiled program belongs to this process
+        return {**self.__dict__, "_compiled": None, "_structure": None, "_loss_structure": None}  # of this process, and these very modules
 
     def _compiled_answer(self, x: Any) -> tuple[Any, bool]:
         """The answers, and whether the program has already seen to those that fail."""
@@ -228,22 +230,27 @@ class Tailored(Fitting):
 
     def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[Batch]:
         """The queries in parts of `chunk`, checked before anything runs."""
-        refuse_mixing_modules(self.net)
-        if isinstance(self.loss, nn.Module):
-            refuse_mixing_modules(self.loss)
-        queries = count_rows(x)
-        places = self._find_places(x)
+        net, loss = self.net, self.loss
+        structure = self._find_structure()
+        refuse_mixing_modules(net, structure)
+        if isinstance(loss, nn.Module):
+            if structure is not None:
+                self._loss_structure = structure_of(loss, self._loss_structure)
+            refuse_mixing_modules(loss, structure and self._loss_structure)
+        queries, places = count_rows(x), self._find_places(x, structure)
+        kernels = structure and self._plain_kernels(structure)
         if start is not None:
             check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
             raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
         start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
-            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries))]
+            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries), kernels)]
         parts = split_rows([x, start, seeds], self.chunk)
         sizes = [count_rows(part) for part, *_ in parts]
         return [
-            Batch(part, n, places, own_seeds, own, self._reuse(places, n)) for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
+            Batch(part, n, places, own_seeds, own, self._reuse(places, n), kernels)
+            for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
         ]
 
     def _reuse(self, places: Places, queries: int) -> Reuse | None:
@@ -259,24 +266,35 @@ class Tailored(Fitting):
             prefix = prefix if any(weights[name] for name in prefix) else {}  # else nothing but activation functions is left
         return Reuse(self.net, prefix) if prefix else None
 
-    def _find_places(self, x: Any) -> Places:
-        key = "compiled" if torch.compiler.is_compiling() else self._key(x)
-        if key != "compiled" and self._structure is not (structure := structure_of(self.net)):
-            self._structure = structure
-            self._places.clear()
-        if key not in self._places or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
-            if torch.compiler.is_compiling():
+    def _find_places(self, x: Any, structure: Structure | None = None) -> Places:
+        structure = structure or self._find_structure()
+        key = "compiled" if structure is None else self._key(x)
+        places = self._places.get(key)
+        if places is None or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
+            if structure is None:
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
             sites, seen = self.adapt.sites(self.net, x), watch(self.net, x)
             prefix = find_prefix(self.adapt, self.net, sites, seen, x)
             answers = [s for s in seen if s.name == "" and s.leaf >= 0]
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
-            self._places[key] = self._places["compiled"] = Places(sites, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
-        return self._places[key]
+            places = Places(sites, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
+            self._places[key] = self._places["compiled"] = places
+        return places
+
+    def _find_structure(self) -> Structure | None:
+        """The model's modules, as they are now: None in compiled code. What was known of a model with other ones is forgotten."""
+        if torch.compiler.is_compiling():
+            return None
+        structure = structure_of(self.net, self._structure)
+        if structure is not self._structure:
+            self._structure = structure
+            self._places.clear()
+        return structure
 
     def _key(self, x: Any) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision."""
-        precision = precision_of(self.net), self.net.training
+        net = self.net
+        precision = precision_of(net), net.training
         if isinstance(x, Tensor):
             return precision, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from typing import Any, get_args
-from weakref import ref
 
 from torch import Tensor, nn
 
 from ._adapt import Adapter
 from ._inner import Backprop, Keep
-from ._kernels import found_once
+from ._kernels import Structure, found_once
 from ._states import State, own_shape, rows_of
 
 
@@ -58,12 +57,9 @@ def check_state(state: Any, identity: State, rows: int | None = None) -> None:
             raise ValueError(f"the state's {name!r} has shape {(count, *own_shape(entry))}; expected {expected}")
 
 
-def refuse_mixing_modules(model: nn.Module) -> None:
+def refuse_mixing_modules(model: nn.Module, structure: Structure | None = None) -> None:
     """Raise if a module would mix the queries of a batch or draw other masks at each inner step."""
-    for name, reference in _suspects(model):
-        module = reference()
-        if module is None:
-            continue
+    for name, module in _suspects(model, structure):
         here = f"{name or 'the model'} ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             if module.training:
@@ -83,9 +79,9 @@ def refuse_mixing_modules(model: nn.Module) -> None:
 
 
 @found_once
-def _suspects(model: nn.Module) -> list[tuple[str, ref[nn.Module]]]:
+def _suspects(model: nn.Module) -> list[tuple[str, nn.Module]]:
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention
-    return [(name, ref(module)) for name, module in model.named_modules() if isinstance(module, kinds)]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def _drops(module: nn.Module) -> bool:

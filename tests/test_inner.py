@@ -9,6 +9,7 @@ from nets import answer_size, drift, energy, mlp, queries, summed_error
 from torch import nn
 
 from tailoring import CN, LBFGS, Descent, Shift, Tailored, Weights, outer_losses
+from tailoring import _states as states
 from tailoring._inner import hurry
 from tailoring.baselines import Output
 
@@ -385,3 +386,15 @@ def test_an_error_of_the_loss_is_raised_at_once():
     with pytest.raises(ValueError, match="my own mistake"):
         model(x)
     assert calls == [0, 1]
+
+
+@pytest.mark.parametrize("count", [10, 100_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_one_look_tells_whether_all_numbers_are_finite(count, dtype):
+    numbers = [torch.ones(3), torch.ones(2, count, dtype=dtype)]
+    assert states.all_finite(numbers)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        numbers[1][1, -1] = bad
+        assert not states.all_finite(numbers)
+    numbers[1][1, -2:] = torch.tensor([torch.inf, -torch.inf])
+    assert not states.all_finite(numbers)

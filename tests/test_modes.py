@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -342,3 +344,27 @@ def test_moving_the_model_moves_what_is_learned():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model(queries().float()).dtype == torch.float32
     assert Tailored(mlp(), drift, adapt=Shift("2"))(queries()).dtype == torch.float64
+
+
+def test_a_model_whose_layer_is_replaced_or_renamed_is_looked_at_again():
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    model, x = Tailored(net, lambda model, x: model(x).square().sum(1), adapt=CN(nn.Tanh), steps=1, lr=0.1), torch.randn(4, 3)
+    model(x)
+    net[1] = nn.Sequential(nn.Tanh())  # at another place
+    assert list(model.tailor(x)) == ["1.0.gamma", "1.0.beta"]
+    net[1] = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))  # of another size
+    assert model.tailor(x)["1.1.gamma"].shape == (4, 7)
+    model.net = nn.Sequential(nn.Linear(3, 6), nn.Tanh())
+    assert model.net is not net
+    assert model.tailor(x)["1.gamma"].shape == (4, 6)
+
+
+def test_a_model_that_is_not_used_any_more_is_not_kept():
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    net[1].__dict__["whole"] = net  # a module that knows the one it is in
+    model = Tailored(net, lambda model, x: model(x).square().sum(1), adapt=CN(nn.Tanh), steps=1, lr=0.1)
+    model(torch.randn(4, 3))
+    gone = weakref.ref(net)
+    del net, model
+    gc.collect()
+    assert gone() is None
