@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ._kernels import plain_kernels
+from ._recurrent import replaced_forward
 from ._trees import Call, first_tensor, map_tensors, model_call, tensors
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
@@ -45,7 +46,7 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
 
     def __init__(self, model: nn.Module, arounds: Mapping[str, Around]):
         self.model, self.arounds = model, arounds
-        self.before: list[tuple[dict[str, Any], Any]] = []  # what instances own, and the `forward` that was among it
+        self.undo: list[Callable[[], Any]] = []
         self.alone = not torch.compiler.is_compiling()
 
     def __enter__(self) -> None:
@@ -56,20 +57,14 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
         try:
             for name, around in self.arounds.items():
                 module = find(self.model, name)
-                own = module.__dict__
-                self.before.append((own, own.get("forward")))
-                own["forward"] = _shadow(module, around, owner)
+                self.undo.append(replaced_forward(module, _shadow(module, around, owner)))
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: Any) -> None:
-        while self.before:
-            own, forward = self.before.pop()
-            if forward is None:
-                own.pop("forward", None)
-            else:
-                own["forward"] = forward
+        while self.undo:
+            self.undo.pop()()
         if self.alone:
             ADAPTING.release()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from ._kernels import plain_kernels
 from ._layers import TAPPED, Use, rule_for
 from ._places import apart_if_tied, by_rule, site_of, with_rows
 from ._recurrent import Unrolled
-from ._sites import Around, At, Reading, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
+from ._sites import Around, At, Reading, alone, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps
 from ._trees import count_rows, map_tensors, model_call, tensors
@@ -106,12 +106,14 @@ class Weights(Adapter):
         Rounded otherwise (as by TF32, bfloat16, or a GPU's fast convolutions), units near 0 fall on the other side, and gradients of a deep
         network differ by percents.
         """
+        if all(p.dtype is torch.float64 for p in model.parameters()):
+            return doubt
+        sites, whole = (tuple(replace(s, dtype=torch.float64) for s in group) for group in (sites, whole))
+        doubled = map_tensors(lambda t: t.double() if t.is_floating_point() else t, x)
         try:
-            exact = copy.deepcopy(model).double()
-            doubled = map_tensors(lambda t: t.double() if t.is_floating_point() else t, x)
-            sites, whole = (tuple(replace(s, dtype=torch.float64) for s in group) for group in (sites, whole))
-            return self._doubt(exact, sites, whole, doubled)
-        except Exception:  # a model that cannot be copied, or has a precision of its own
+            with alone(), _in_double(model):
+                return self._doubt(model, sites, whole, doubled)
+        except Exception:  # a model that insists on its precision
             return doubt
 
     def bind(self, model: Bound, x: Any) -> Bound:
@@ -269,6 +271,20 @@ class _OwnWeights(Bound):
 
     def _below(self, name: str, module: nn.Module) -> Bound:
         return _OwnWeights.of(super()._below(name, module))
+
+
+@contextmanager
+def _in_double(model: nn.Module) -> Iterator[None]:
+    """The model itself, not a copy, in which layers that are shared by other means than modules would be shared no more."""
+    numbers = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    before = [t.data for t in numbers]
+    try:
+        for t in numbers:
+            t.data = t.data.double()
+        yield
+    finally:
+        for t, data in zip(numbers, before, strict=True):
+            t.data = data
 
 
 def _is_whole(sites: tuple[Site, ...]) -> bool:

@@ -321,7 +321,10 @@ def test_rounding_does_not_pass_for_a_weight_used_elsewhere(monkeypatch):
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", rounded)
     monkeypatch.setattr(Weights, "_doubt", doubt)
     torch.manual_seed(0)
-    sites = Weights().sites(cifar_resnet(20).eval(), torch.rand(2, 3, 32, 32))  # a warning would be an error
+    net = cifar_resnet(20).eval()
+    before = [(t.dtype, t.data_ptr()) for t in (*net.parameters(), *net.buffers())]
+    sites = Weights().sites(net, torch.rand(2, 3, 32, 32))  # a warning would be an error
+    assert [(t.dtype, t.data_ptr()) for t in (*net.parameters(), *net.buffers())] == before
     assert {site.how for site in sites} != {"copies"}
     assert doubts[0] is not None
     assert doubts[1:] == [None]
