@@ -268,7 +268,7 @@ def finished(tmp_path_factory):
     return smoothing.run(tiny(folder))
 
 
-ROLES = ["plain", "control", "control-frozen", "tailored", "meta", "meta-0"]
+ROLES = ["plain", "control", "control-frozen", "tailored", "tailored-0", "meta", "meta-0"]
 
 
 def test_a_run_holds_every_method_and_control(finished):

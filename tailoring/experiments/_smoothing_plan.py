@@ -143,6 +143,7 @@ def _controls(config: Config, sigma: float, n: int) -> Iterator[Certification]:
     yield Certification(meta, "meta", inner, n)
     yield Certification(meta, "meta-0", zero, n)
     yield Certification(trained, "tailored", inner, n)
+    yield Certification(trained, "tailored-0", zero, n)
     yield Certification(on_top(config, sigma, "control-frozen", inner=zero), "control-frozen", zero, n)
 
 
