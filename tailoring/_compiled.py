@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
@@ -18,7 +19,7 @@ Program = Callable[[Any], Any]
 _MOST_PADDING = 4  # a batch may be filled up to so many times its size, before a new size is compiled
 _PROGRAMS = 64  # of one model; dynamo's own limit is 8
 _REALIZED = {"realize_reads_threshold": 3}  # what several read is written down sooner: states reread what made them at every step
-_LIBRARIES = ("G['__import_torch", "G['__import_tailoring", "G['__builtins", "__import__('torch')")
+_LIBRARIES = re.compile(r"G\['__import_(torch|tailoring)(_dot_|'\])|G\['__builtins_|__import__\('torch'\)")
 _RECORDED = {None, "reduce-overhead", "max-autotune"}  # the modes of torch.compile with CUDA graphs
 
 
@@ -59,7 +60,7 @@ class Compiled:
             except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
                 with torch._dynamo.config.patch(recompile_limit=_PROGRAMS):  # pyright: ignore[reportAttributeAccessIssue]
                     out = self.programs[device](x)
-            return _first_rows(out, queries, size, rows, owned=device.type != "cuda")
+            return _first_rows(out, queries, size, rows, owned=device.type != "cuda" or "backend" not in self.options)
 
     def _in_turn(self, device: torch.device) -> AbstractContextManager[Any]:
         """On CUDA, after what another stream has begun: a recording's memory serves one call at a time."""
@@ -94,19 +95,21 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
     options = {**_of_mode(mode), **_REALIZED, **merging(), **given.get("options", {})}
     guards = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
     rest = {name: value for name, value in given.items() if name not in ("mode", "options")}
-    if device.type != "cuda" or mode not in _RECORDED:
+    graphs = options.pop("triton.cudagraphs", mode in _RECORDED)
+    if device.type != "cuda" or not graphs:
         return {**rest, "options": options | guards}
-    record = CudaGraphs()
+    with torch.cuda.device(device):
+        recorder = CudaGraphs()
 
     def recorded(program: fx.GraphModule, inputs: list[Any]) -> Program:
-        return Recorded(cast(Callable[..., Any], torch._inductor.compile(program, inputs, options=options)), owned, record).__call__
+        return Recorded(cast(Callable[..., Any], torch._inductor.compile(program, inputs, options=options)), owned, recorder).__call__
 
     return {**rest, "backend": recorded, "options": guards}
 
 
 def _not_of_libraries(guards: Sequence[Any]) -> list[bool]:
     """Which of its assumptions dynamo is to look at before every call: not at functions and constants of PyTorch, of Python, or of ours."""
-    return [not guard.name.startswith(_LIBRARIES) for guard in guards]
+    return [_LIBRARIES.match(guard.name) is None for guard in guards]
 
 
 def _of_mode(mode: str | None) -> dict[str, Any]:
@@ -119,7 +122,7 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
 
 
 def _first_rows(out: Any, queries: int, size: int, rows: Mapping[int, int | None], *, owned: bool) -> Any:
-    """The answers without those to the filling; copied, unless `owned`: the next replay of a CUDA graph overwrites its outputs."""
+    """The answers without those to the filling; copied, unless `owned`: a backend that was given may overwrite its outputs later."""
     count = [-1]
 
     def cut(t: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ so they are counted: the first call that needs them off turns them off, the last
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -86,7 +87,7 @@ class Structure:
             return False
         for module, children in self.children:
             now = module._modules
-            if len(now) != len(children) or (children and list(now.values()) != children):
+            if len(now) != len(children) or not all(map(operator.is_, now.values(), children)):  # `==` may be the modules' own
                 return False
         return True
 

@@ -47,11 +47,17 @@ class OwnNames(nn.Module):
 
     @property
     def net(self) -> nn.Module:
-        return self._modules["net"]  # type: ignore[return-value]
+        return self._own("net")
 
     @property
     def tailoring(self) -> Learned:
-        return self._modules["tailoring"]  # type: ignore[return-value]
+        return self._own("tailoring")
+
+    def _own(self, name: str) -> Any:
+        try:
+            return self._modules[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         if self.tailoring.wants_start and not self.tailoring.start:

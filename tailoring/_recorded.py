@@ -8,46 +8,68 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 Run = Callable[..., Sequence[Any]]
-Record = Callable[[Callable[[], Sequence[Any]]], tuple[Callable[[], object], Sequence[Any]]]  # of a run: how to replay it, its outputs
+_MOST = 8  # recordings of one program, before it is taken that its weights will go on moving
+
+
+class Recorder(Protocol):
+    def first(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """The outputs of a first run, which loads what cannot be loaded while recording."""
+        ...
+
+    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], object], Sequence[Any]]:
+        """How to replay a run, and where its outputs are then."""
+        ...
 
 
 class Recorded:
     """The program `run`, recorded at its first call, and again when a tensor that the model owns has moved.
 
     What the model owns is read where it lies, so weights may train in place; any other input is copied to where the recording reads it.
-    The outputs are the recording's own: the next call overwrites them.
+    A program that changes its inputs is run as it is.
     """
 
-    def __init__(self, run: Run, owned: Callable[[], Iterable[Tensor]], record: Record):
-        self.run, self.owned, self.record = run, owned, record
+    def __init__(self, run: Run, owned: Callable[[], Iterable[Tensor]], recorder: Recorder):
+        self.run, self.owned, self.recorder = run, owned, recorder
         self.recording: _Recording | None = None
-        self.refused = False
+        self.recordings, self.refused = 0, False
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.refused:
             return self.run(*args)
-        if self.recording is None or not self.recording.serves(args):
+        if self.recording is not None and self.recording.serves(args):
+            return self.recording.replay(args)
+        before = _versions(args)
+        outputs = self.recorder.first(lambda: self.run(*args))
+        if _versions(args) != before:
+            self._refuse("it changes its inputs")
+        elif self.recordings == _MOST:
+            self._refuse("weights move elsewhere again and again")
+        else:
+            self.recordings += 1
             try:
-                self.recording = _Recording(self.run, args, list(self.owned()), self.record)
-            except Exception as error:  # from a kernel that waits for the GPU, say: it may still run
-                self.refused, self.recording = True, None
-                warnings.warn(f"the compiled program runs without a CUDA graph, which could not be recorded: {error}", stacklevel=2)
-                return self.run(*args)
-        return self.recording.replay(args)
+                self.recording = _Recording(self.run, args, list(self.owned()), self.recorder)
+            except Exception as error:  # from a kernel that waits for the GPU, say: it has just run without
+                self._refuse(str(error))
+        return outputs
+
+    def _refuse(self, reason: str) -> None:
+        self.refused, self.recording = True, None
+        warnings.warn(f"the compiled program runs without a CUDA graph: {reason}", stacklevel=3)
 
 
 class _Recording:
-    def __init__(self, run: Run, args: Sequence[Any], owned: list[Tensor], record: Record):
+    def __init__(self, run: Run, args: Sequence[Any], owned: list[Tensor], recorder: Recorder):
         ours = {id(t) for t in owned}
         inputs = [(i, t) for i, t in enumerate(args) if isinstance(t, Tensor)]
         if len({t.device for _, t in inputs}) > 1:
             raise ValueError("its inputs are on several devices")  # a number on the CPU would be recorded as it is now
+        self.numbers = [(i, value) for i, value in enumerate(args) if not isinstance(value, Tensor)]
         self.places = [(i, t.data_ptr()) for i, t in inputs if id(t) in ours]
         self.slots = [
             (i, torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)) for i, t in inputs if id(t) not in ours
@@ -56,19 +78,35 @@ class _Recording:
         for i, slot in self.slots:
             given[i] = slot
         self._fill(args)
-        self.again, self.outputs = record(lambda: run(*given))
+        self.again, self.outputs = recorder.record(lambda: run(*given))
 
     def serves(self, args: Sequence[Any]) -> bool:
-        return all(args[i].data_ptr() == place for i, place in self.places)
+        return (
+            all(args[i].data_ptr() == place for i, place in self.places)
+            and all(args[i].shape == slot.shape and args[i].stride() == slot.stride() for i, slot in self.slots)
+            and all(args[i] == value for i, value in self.numbers)
+        )
 
     def replay(self, args: Sequence[Any]) -> Sequence[Any]:
         self._fill(args)
         self.again()
-        return self.outputs
+        return [out.clone() if isinstance(out, Tensor) else out for out in self.outputs]  # the next replay overwrites them
 
     def _fill(self, args: Sequence[Any]) -> None:
         for i, slot in self.slots:
-            slot.copy_(args[i])
+            _once(slot).copy_(_once(args[i]))
+
+
+def _once(t: Tensor) -> Tensor:
+    """Without the repeats of an expanded tensor."""
+    if 0 in t.stride():
+        for dim, stride in enumerate(t.stride()):
+            t = t.narrow(dim, 0, min(1, t.shape[dim])) if stride == 0 else t
+    return t
+
+
+def _versions(args: Sequence[Any]) -> list[int]:
+    return [t._version for t in args if isinstance(t, Tensor) and not t.is_inference()]
 
 
 class CudaGraphs:
@@ -77,12 +115,16 @@ class CudaGraphs:
     def __init__(self) -> None:
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], object], Sequence[Any]]:
-        graph = torch.cuda.CUDAGraph()
-        self.stream.wait_stream(torch.cuda.current_stream())
+    def first(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        now = torch.cuda.current_stream()
+        self.stream.wait_stream(now)
         with torch.cuda.stream(self.stream):
-            run()  # libraries choose and load their kernels at the first run, which cannot be recorded
-        torch.cuda.current_stream().wait_stream(self.stream)
+            outputs = run()
+        now.wait_stream(self.stream)
+        return outputs
+
+    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], object], Sequence[Any]]:
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             outputs = run()
         return graph.replay, outputs

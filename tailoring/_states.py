@@ -236,7 +236,8 @@ def finite(state: State) -> Tensor:
 def all_finite(numbers: list[Any]) -> bool:
     """Whether all of them are: surely so if it says so, since a sum or a norm may overflow."""
     if sum(map(Tensor.numel, numbers)) <= _FEW:
-        return cmath.isfinite(_flatten_dense_tensors(numbers).sum().item())
+        flat = _flatten_dense_tensors(numbers)
+        return cmath.isfinite(flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).item())
     with torch.no_grad():
         return math.isfinite(torch.stack(torch._foreach_norm(numbers)).sum().item())  # pyright: ignore[reportPrivateImportUsage]
 

@@ -292,9 +292,9 @@ class Tailored(Fitting):
         return structure
 
     def _key(self, x: Any) -> Any:
-        """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision."""
+        """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision; and the adapter."""
         net = self.net
-        precision = precision_of(net), net.training
+        precision = precision_of(net), net.training, self.adapt
         if isinstance(x, Tensor):
             return precision, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)

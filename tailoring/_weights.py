@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from ._kernels import plain_kernels
 from ._layers import TAPPED, Use, rule_for
 from ._places import apart_if_tied, by_rule, site_of, with_rows
 from ._recurrent import Unrolled
-from ._sites import Around, At, Reading, alone, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
+from ._sites import Around, At, Reading, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps
 from ._trees import count_rows, map_tensors, model_call, tensors
@@ -62,16 +62,21 @@ class Weights(Adapter):
             return whole
         sites = with_rows(apart_if_tied(by_rule(model, chosen)), seen)
         refuse_disorder(s for s in seen if s.name in {site.module for site in sites})
-        doubt = None if _is_whole(sites) else self._doubt(model, sites, whole, x)
-        if doubt is not None:
-            doubt = self._doubt_in_double(model, sites, whole, x, doubt)
+        doubt, gradient = (None, None) if _is_whole(sites) else self._doubt(model, sites, whole, x)
+        if doubt is not None and gradient is not None and self._is_rounding(model, sites, whole, x, gradient):
+            doubt = None
         if doubt is None:
             return sites
         warnings.warn(f"Weights runs all of this model under torch.func.vmap, exactly but slowly: {doubt}", stacklevel=2)
         return whole
 
-    def _doubt(self, model: nn.Module, sites: tuple[Site, ...], whole: tuple[Site, ...], x: Any) -> str | None:
-        """Why the rules cannot be used: on a trial they must answer as the model does, with the gradients that autograd has."""
+    def _doubt(
+        self, model: nn.Module, sites: tuple[Site, ...], whole: tuple[Site, ...], x: Any
+    ) -> tuple[str | None, dict[str, Tensor] | None]:
+        """Why the rules cannot be used: on a trial they must answer as the model does, with the gradients that autograd has.
+
+        Also these gradients, if it came to comparing numbers.
+        """
         args, kwargs = model_call(first_and_another(x))
 
         def total(out: Any) -> Tensor:
@@ -90,31 +95,30 @@ class Weights(Adapter):
             try:
                 expected, gradient = by(whole, Weights(how="loop"), 1)
             except ValueError:  # nothing to differentiate, so nothing to compare
-                return None
+                return None, None
             try:
                 answer, ours = by(sites, self, 2)
             except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-                return f"its layers cannot be adapted one by one ({error})"
+                return f"its layers cannot be adapted one by one ({error})", None
         if not torch.allclose(answer, expected, rtol=1e-2, equal_nan=True):
-            return "a layer does not compute what its type says"
-        wrong = [name for name, g in gradient.items() if (g - ours[name]).abs().max() > 2e-2 * g.abs().max() + 1e-5]
-        return f"{wrong[0]!r} is used elsewhere than in the call of its module" if wrong else None
+            return "a layer does not compute what its type says", gradient
+        wrong = [name for name, g in gradient.items() if not _near(ours[name], g, 2e-2)]
+        return f"{wrong[0]!r} is used elsewhere than in the call of its module" if wrong else None, gradient
 
-    def _doubt_in_double(self, model: nn.Module, sites: tuple[Site, ...], whole: tuple[Site, ...], x: Any, doubt: str) -> str | None:
-        """What is left of a doubt in double precision.
+    def _is_rounding(self, model: nn.Module, sites: tuple[Site, ...], whole: tuple[Site, ...], x: Any, gradient: dict[str, Tensor]) -> bool:
+        """Whether a doubt is gone in double precision.
 
         Rounded otherwise (as by TF32, bfloat16, or a GPU's fast convolutions), units near 0 fall on the other side, and gradients of a deep
-        network differ by percents.
+        network differ by percents. It is asked of a copy, since other threads may use the model; which must have about the model's own
+        `gradient`: what is tied by a closure is not tied in a copy.
         """
-        if all(p.dtype is torch.float64 for p in model.parameters()):
-            return doubt
         sites, whole = (tuple(replace(s, dtype=torch.float64) for s in group) for group in (sites, whole))
         doubled = map_tensors(lambda t: t.double() if t.is_floating_point() else t, x)
         try:
-            with alone(), _in_double(model):
-                return self._doubt(model, sites, whole, doubled)
-        except Exception:  # a model that insists on its precision
-            return doubt
+            doubt, exact = self._doubt(copy.deepcopy(model).double(), sites, whole, doubled)
+        except Exception:  # a model that cannot be copied, or insists on its precision
+            return False
+        return doubt is None and exact is not None and all(_near(g.double(), exact[name], 0.1) for name, g in gradient.items())
 
     def bind(self, model: Bound, x: Any) -> Bound:
         return _OwnWeights.of(model)
@@ -273,18 +277,9 @@ class _OwnWeights(Bound):
         return _OwnWeights.of(super()._below(name, module))
 
 
-@contextmanager
-def _in_double(model: nn.Module) -> Iterator[None]:
-    """The model itself, not a copy, in which layers that are shared by other means than modules would be shared no more."""
-    numbers = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    before = [t.data for t in numbers]
-    try:
-        for t in numbers:
-            t.data = t.data.double()
-        yield
-    finally:
-        for t, data in zip(numbers, before, strict=True):
-            t.data = data
+def _near(found: Tensor, expected: Tensor, share: float) -> bool:
+    """Up to a share of the largest number."""
+    return not bool((found - expected).abs().max() > share * expected.abs().max() + 1e-5)
 
 
 def _is_whole(sites: tuple[Site, ...]) -> bool:

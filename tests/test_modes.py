@@ -315,8 +315,8 @@ def test_rounding_does_not_pass_for_a_weight_used_elsewhere(monkeypatch):
         return exact(self, x, weight, bias)
 
     def doubt(self, model, *others, original=Weights._doubt):
-        doubts.append(original(self, model, *others))
-        return doubts[-1]
+        doubts.append(original(self, model, *others)[0])
+        return original(self, model, *others)
 
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", rounded)
     monkeypatch.setattr(Weights, "_doubt", doubt)
@@ -340,6 +340,64 @@ def test_tf32_does_not_pass_for_a_weight_used_elsewhere():
         Weights().sites(net, torch.rand(4, 3, 32, 32, device="cuda"))  # a warning would be an error
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+class ByClosure(nn.Module):
+    """A weight that a copy of the model would have twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.act = nn.Linear(4, 4), nn.Tanh()
+        self.again = lambda x: nn.functional.linear(x, self.lin.weight)
+
+    def forward(self, x):
+        return self.again(self.act(self.lin(x)))
+
+
+class OfOnePrecision(ByClosure):
+    def forward(self, x):
+        if x.dtype is not torch.float32:
+            raise ValueError("give float32")
+        return nn.functional.linear(self.act(self.lin(x)), self.lin.weight)
+
+
+@pytest.mark.parametrize("kind", [ByClosure, OfOnePrecision])
+def test_a_weight_that_is_used_elsewhere_stays_in_doubt(kind):
+    torch.manual_seed(0)
+    model = Tailored(kind(), lambda m, x: m(x).square().sum(1), adapt=Weights(), steps=2, lr=0.1)
+    with pytest.warns(UserWarning, match="'lin.weight' is used elsewhere"):
+        found = model(queries().float())
+    torch.testing.assert_close(found, model.replace(adapt=Weights(how="loop"))(queries().float()))
+
+
+def test_another_adapter_has_its_own_sites():
+    model = Tailored(mlp(), drift, adapt=CN("1"), steps=2, lr=0.1)
+    model(queries())
+    model.adapt = CN("3")
+    torch.testing.assert_close(model(queries()), Tailored(mlp(), drift, adapt=CN("3"), steps=2, lr=0.1)(queries()))
+
+
+def test_a_replaced_module_is_noticed_though_it_says_it_is_equal():
+    class Equal(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.lin = nn.Linear(4, width)
+            self.out = nn.Linear(width, 4)
+
+        def __eq__(self, other):
+            return isinstance(other, Equal)
+
+        def __hash__(self):
+            return 1
+
+        def forward(self, x):
+            return self.out(self.lin(x))
+
+    net = nn.Sequential(Equal(3), nn.Tanh()).double()
+    model = Tailored(net, drift, adapt=CN("0.lin"), steps=1, lr=0.1)
+    model(queries())
+    net[0] = Equal(5).double()
+    torch.testing.assert_close(model(queries()), Tailored(net, drift, adapt=CN("0.lin"), steps=1, lr=0.1)(queries()))
 
 
 def test_moving_the_model_moves_what_is_learned():
