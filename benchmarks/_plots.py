@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,6 +45,10 @@ def read(paths: Iterable[Path]) -> list[Row]:
     return list(latest.values())
 
 
+def _mebibytes(size: int | None) -> float:
+    return math.nan if size is None else size / 2**20  # where memory was not measured, nothing is drawn
+
+
 def draw(rows: list[Row]) -> Figure:
     figure = Figure(figsize=(4 * len(AXES), 7), layout="constrained")
     panels = figure.subplots(2, len(AXES))
@@ -52,7 +57,7 @@ def draw(rows: list[Row]) -> Figure:
         swept = sweep(rows, axis)
         for name in dict.fromkeys(row["name"] for row in swept):
             case = name.removesuffix(" compiled")
-            points = sorted((row[axis], row["ratio"], (row["peak_bytes"] or 0) / 2**20) for row in swept if row["name"] == name)
+            points = sorted((row[axis], row["ratio"], _mebibytes(row["peak_bytes"])) for row in swept if row["name"] == name)
             values, ratios, peaks = zip(*points, strict=True)
             style = {"color": f"C{CASES.index(case)}", "marker": ".", "linestyle": "-" if case == name else "--", "label": name}
             time.plot(values, ratios, **style)

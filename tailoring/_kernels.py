@@ -79,7 +79,7 @@ class Structure:
     """Which modules a model has, and what `found_once` functions found of them. It holds while they are the same ones."""
 
     def __init__(self, model: nn.Module):
-        self.children = [(module, list(module._modules.values())) for module in all_modules(model)]
+        self.children = [(module, dict(module._modules)) for module in all_modules(model)]
         self.found: dict[Callable[[nn.Module], Any], Any] = {}
 
     def holds(self, model: nn.Module) -> bool:
@@ -87,7 +87,7 @@ class Structure:
             return False
         for module, children in self.children:
             now = module._modules
-            if len(now) != len(children) or not all(map(operator.is_, now.values(), children)):  # `==` may be the modules' own
+            if list(now) != list(children) or not all(map(operator.is_, now.values(), children.values())):  # `==` may be the modules' own
                 return False
         return True
 
@@ -110,14 +110,12 @@ def found_once(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module, Struc
     return ask
 
 
-def precision_of(model: nn.Module) -> torch.dtype | None:
-    """The dtype of its first parameter."""
-    for p in model._parameters.values():
-        if p is not None:
-            return p.dtype
-    for child in model._modules.values():
-        if child is not None and (found := precision_of(child)) is not None:
-            return found
+def precision_of(structure: Structure) -> torch.dtype | None:
+    """The dtype of the model's first parameter."""
+    for module, _ in structure.children:
+        for p in module._parameters.values():
+            if p is not None:
+                return p.dtype
     return None
 
 

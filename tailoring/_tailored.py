@@ -213,9 +213,11 @@ class Tailored(Fitting):
                 self._batches(x)  # what it refuses must be refused here, with its own words
                 self.prepare(x)
                 self._compiled = Compiled(answer, self.compile_options or {}, self._owned, fills=self.adapt.rows(2) == 2)
-            places = self._places["compiled"] = self._find_places(x)
+            structure = self._find_structure()
+            assert structure is not None, "compiled code does not come here"
+            places = self._places["compiled"] = self._find_places(x, structure)
             try:
-                out = self._compiled(self._key(x), x, self.chunk, places.answer_rows, fills=places.answers_by_row)
+                out = self._compiled(self._key(x, structure), x, self.chunk, places.answer_rows, fills=places.answers_by_row)
             except Exception:
                 self._batches(x)  # may know a better reason
                 raise
@@ -268,7 +270,7 @@ class Tailored(Fitting):
 
     def _find_places(self, x: Any, structure: Structure | None = None) -> Places:
         structure = structure or self._find_structure()
-        key = "compiled" if structure is None else self._key(x)
+        key = "compiled" if structure is None else self._key(x, structure)
         places = self._places.get(key)
         if places is None or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
             if structure is None:
@@ -291,10 +293,9 @@ class Tailored(Fitting):
             self._places.clear()
         return structure
 
-    def _key(self, x: Any) -> Any:
+    def _key(self, x: Any, structure: Structure) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision; and the adapter."""
-        net = self.net
-        precision = precision_of(net), net.training, self.adapt
+        precision = precision_of(structure), self.net.training, self.adapt
         if isinstance(x, Tensor):
             return precision, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)

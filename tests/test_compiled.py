@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -556,9 +557,22 @@ def test_only_the_libraries_themselves_are_not_looked_at(name, kept):
     assert _compiled._not_of_libraries([SimpleNamespace(name=name)]) == [kept]
 
 
-def test_graphs_can_be_switched_off():
-    cpu = torch.device("cpu")
-    assert "triton.cudagraphs" not in _compiled._options(cpu, {"options": {"triton.cudagraphs": True}}, lambda: [])["options"]
+@pytest.mark.parametrize(
+    ("given", "recorded"),
+    [
+        ({}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"options": {"triton.cudagraphs": False}}, False),
+        ({"mode": "default"}, False),
+        ({"mode": "default", "options": {"triton.cudagraphs": True}}, True),
+    ],
+)
+def test_graphs_are_recorded_unless_they_are_switched_off(monkeypatch, given, recorded):
+    monkeypatch.setattr(_compiled, "CudaGraphs", Repeated)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    found = _compiled._options(torch.device("cuda"), given, lambda: [])
+    assert ("backend" in found) == recorded
+    assert "triton.cudagraphs" not in found["options"]  # PyTorch's own
 
 
 SCALE = 1.0

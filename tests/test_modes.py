@@ -131,6 +131,7 @@ def test_guards_work_in_compiled_code():
             torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.no_cover
 def test_inductor_agrees():
     torch.compiler.reset()
     model, x = tailored().float(), queries().float()
@@ -375,6 +376,14 @@ def test_another_adapter_has_its_own_sites():
     model(queries())
     model.adapt = CN("3")
     torch.testing.assert_close(model(queries()), Tailored(mlp(), drift, adapt=CN("3"), steps=2, lr=0.1)(queries()))
+
+
+def test_a_renamed_module_is_noticed():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    model = Tailored(net, drift, adapt=CN(nn.Tanh), steps=1, lr=0.1)
+    expected = model(queries())
+    net._modules["act"] = net._modules.pop("1")
+    torch.testing.assert_close(model(queries()), expected)
 
 
 def test_a_replaced_module_is_noticed_though_it_says_it_is_equal():
