@@ -181,12 +181,16 @@ def differentiate(objective: Callable[[State], Tensor], state: State, graph: boo
         return values, dict(gradients(values, leaves, graph))
 
 
+class NoGradientError(ValueError):
+    """A loss that does not depend on what is adapted."""
+
+
 def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
     """The gradient of the sum of `values` with respect to each leaf; zero where there is none, but not everywhere."""
     reached = values.requires_grad and leaves
     grads = torch.autograd.grad(values.sum(), list(leaves.values()), create_graph=graph, allow_unused=True) if reached else ()
     if all(g is None for g in grads):
-        raise ValueError(
+        raise NoGradientError(
             f"the tailoring loss does not depend on the state {list(leaves)}: call the model that the loss is given (not the "
             "original one), without detach() or no_grad(), and adapt modules that the loss can see"
         )
