@@ -95,6 +95,46 @@ def test_growth_is_drawn_for_each_device(tmp_path):
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"cpu.png", "nvidia-h200.png"}
 
 
+ON_THE_H200 = [  # the lines of the table in docs/performance.md: program, setting, case, against
+    *(("smoothing", "resnet18", "high", case, "plain compiled") for case in ("tailored compiled", "tailored")),
+    *(("smoothing", "resnet18", "high", f"last {part} compiled", "plain compiled") for part in ("half", "quarter", "block")),
+    ("smoothing", "resnet110", "high", "tailored compiled", "plain compiled"),
+    *(("smoothing", "resnet110", "high", f"last {part} compiled", "plain compiled") for part in ("half", "quarter", "block")),
+    *(("depth", 16384, "highest", f"CN {where} compiled", "plain") for where in ("everywhere", "last layer")),
+    *(("depth", 16384, "high", f"CN {where} compiled", "plain") for where in ("everywhere", "last layer")),
+    *(("peers", 1024, "high", case, "JAX CN") for case in ("CN compiled", "CN autotuned")),
+    ("peers", 1024, "highest", "CN compiled", "JAX CN"),
+    *(("peers", 16384, matmul, "CN compiled", "JAX CN") for matmul in ("high", "highest")),
+    ("peers", 1024, "high", "Weights compiled", "JAX weights"),
+    *(("peers", n, matmul, "Weights compiled", "CN compiled") for n in (1024, 16384) for matmul in ("high", "highest")),
+    ("peers", 1024, "high", "Weights", "torch.func.vmap"),
+    ("architectures", "transformer", "high", "Weights compiled", "vmap"),
+    ("architectures", "transformer", "high", "CN compiled", "plain"),
+]
+
+
+def test_the_table_of_the_h200_is_that_of_its_rows():
+    """The last row of each case, beside the row of the other that is nearest to it in the file: that of the same process, or at least run."""
+    rows = [json.loads(line) for line in (ROOT / "benchmarks" / "rows" / "h200.jsonl").read_text().splitlines()]
+    page = (ROOT / "docs" / "performance.md").read_text().split("## Measured on the H200")[1].split("|--:|--:|\n")[1].split("\n\n")[0]
+    for line, (program, setting, matmul, case, against) in zip(page.splitlines(), ON_THE_H200, strict=True):
+        of = {
+            name: [
+                i
+                for i, row in enumerate(rows)
+                if (row["program"], row["matmul"], row["name"]) == (program, matmul, name)
+                and setting in (row.get("networks"), row.get("queries"))
+                and "seconds" in row
+            ]
+            for name in (case, against)
+        }
+        place = of[case][-1]
+        other = min(of[against], key=lambda i: abs(i - place))
+        measured = "peak_bytes" if "MiB" in line else "seconds"
+        said = line.split("|")[4].split()[0]
+        assert f"{rows[place][measured] / rows[other][measured]:.{len(said.split('.')[1])}f}" == said, line
+
+
 def test_the_command_runs_a_program_with_its_flags(tmp_path, capfd):
     out = tmp_path / "rows.jsonl"
     assert main(["bench", "overhead", *SMALL["overhead"], "--seconds", "0.01", "--out", str(out)]) == 0
