@@ -114,7 +114,7 @@ ON_THE_H200 = [  # the lines of the table in docs/performance.md: program, setti
 
 
 def test_the_table_of_the_h200_is_that_of_its_rows():
-    """The last row of each case, beside the row of the other that is nearest to it in the file: that of the same process, or at least run."""
+    """The last row of each case, beside the row of the other that is nearest to it in the file: of the same process, or at least run."""
     rows = [json.loads(line) for line in (ROOT / "benchmarks" / "rows" / "h200.jsonl").read_text().splitlines()]
     page = (ROOT / "docs" / "performance.md").read_text().split("## Measured on the H200")[1].split("|--:|--:|\n")[1].split("\n\n")[0]
     for line, (program, setting, matmul, case, against) in zip(page.splitlines(), ON_THE_H200, strict=True):
