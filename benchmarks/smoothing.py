@@ -28,19 +28,23 @@ def cases(o: Options) -> Cases:
 
         return without_gradients(run)
 
-    def plain(compile: bool = True) -> Run:
+    def plain(compile: bool = True, mode: str = "reduce-overhead") -> Run:
         net = resnet(o.networks, o.device)
         if compile:
-            net.compile(dynamic=False, mode="reduce-overhead" if o.device == "cuda" else "default")
+            net.compile(dynamic=False, mode=mode if o.device == "cuda" else "default")
         return in_bf16(net)
 
-    def tailored(last: float = 1.0, compile: bool = True) -> Run:
+    def tailored(last: float = 1.0, compile: bool | dict[str, str] = True) -> Run:
         net = resnet(o.networks, o.device)
         blocks = [name for name, module in net.named_modules() if isinstance(module, BasicBlock)]
         chosen = blocks[len(blocks) - max(1, round(last * len(blocks))) :]
         model = Tailored(net, Smooth(0.1, at=input_of("fc")), adapt=CN(*chosen), lr=0.1, compile=compile)
         return in_bf16(model.eval())
 
+    autotuned: Cases = {
+        "plain autotuned": lambda: plain(mode="max-autotune"),
+        "tailored autotuned": lambda: tailored(compile={"mode": "max-autotune"}),
+    }
     return {
         "plain compiled": plain,
         "plain": lambda: plain(False),
@@ -50,6 +54,7 @@ def cases(o: Options) -> Cases:
         "last half compiled": lambda: tailored(0.5),
         "last quarter compiled": lambda: tailored(0.25),
         "last block compiled": lambda: tailored(0.0),
+        **(autotuned if o.device == "cuda" else {}),
     }
 
 
