@@ -1,3 +1,24 @@
+import gc
+import sys
+
+import pytest
 import torch
 
 torch.set_num_threads(1)  # the tests' tensors are small: threads cost more than they bring
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported stays: tests that compile took a tenth longer to look for garbage in it again and again
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item):
+    """The mark `no_cover` in xdist's workers too: pytest-cov starts coverage twice there and halts one: dynamo was still watched."""
+    if item.get_closest_marker("no_cover") is None:
+        return (yield)
+    watching = sys.gettrace()
+    sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(watching)

@@ -19,7 +19,7 @@ from tailoring.__main__ import main
 ROOT = Path(__file__).parent.parent
 SMALL = {
     "overhead": ["--width", "8"],
-    "depth": ["--queries", "4", "--layers", "2", "--width", "8", "--steps", "1", "--only", "CN last layer"],
+    "depth": ["--queries", "4", "--layers", "0", "1", "2", "--width", "8", "--steps", "1", "--only", "CN last layer"],
     "architectures": ["--networks", "resnet8", "transformer", "--queries", "2", "--steps", "1", "--only", "CN", "Weights"],
     "weights": ["--queries", "2", "3", "--steps", "1", "--only", "loop by hand"],
     "meta": ["--queries", "4", "--steps", "1", "--only", "all, one loss, recomputed"],
@@ -29,8 +29,8 @@ SMALL = {
 }
 
 
-def run(name: str, out: Path, *more: str) -> list[dict]:
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *SMALL[name], "--seconds", "0.01", "--out", str(out), *more]
+def run(name: str, out: Path) -> list[dict]:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *SMALL[name], "--seconds", "0.01", "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True, cwd=out.parent, env={**os.environ, "PYTHONPATH": str(ROOT)})
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -56,12 +56,17 @@ def test_every_combination_has_its_rows(tmp_path):
     assert measured("weights", rows)
 
 
-def test_a_case_that_fails_does_not_cost_the_others(tmp_path):
-    rows = run("depth", tmp_path / "rows.jsonl", "--layers", "0", "2")
-    failed = [row["layers"] for row in rows if "failed" in row]
+@pytest.fixture(scope="module")
+def depths(tmp_path_factory):
+    """Several depths, measured once: every case is a process, which takes seconds to start."""
+    return run("depth", tmp_path_factory.mktemp("depth") / "rows.jsonl")
+
+
+def test_a_case_that_fails_does_not_cost_the_others(depths):
+    failed = [row["layers"] for row in depths if "failed" in row]
     assert failed
     assert set(failed) == {0}
-    whole = [row for row in rows if row["layers"] == 2]
+    whole = [row for row in depths if row["layers"] == 2]
     assert [row["name"] for row in whole] == ["plain", "CN last layer"]
     assert measured("depth", whole)
 
@@ -84,12 +89,10 @@ def test_training_steps_multiply_as_often_as_counted(steps, monkeypatch):
         assert multiplications(run) / unit == pytest.approx(meta.COUNTS[name](steps), rel=0.02)  # the first layer's input needs none
 
 
-def test_growth_is_drawn_for_each_device(tmp_path):
-    rows = run("depth", tmp_path / "rows.jsonl", "--layers", "1", "2", "--only", "CN everywhere")
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        for row in rows:
-            print(json.dumps(row | {"device": "NVIDIA H200"}), file=file)
-        print(json.dumps(rows[0] | {"layers": 4, "failed": "no memory"}), file=file)
+def test_growth_is_drawn_for_each_device(depths, tmp_path):
+    rows = [row for row in depths if row["layers"] > 0]
+    rows += [row | {"device": "NVIDIA H200"} for row in rows] + [rows[0] | {"layers": 4, "failed": "no memory"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, str(ROOT / "benchmarks" / "_plots.py"), str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "plots")]
     subprocess.run(command, check=True, capture_output=True)
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"cpu.png", "nvidia-h200.png"}

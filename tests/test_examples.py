@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 
 from tailoring import Tailored, Weights, losses, task_losses
 
+pytestmark = pytest.mark.no_cover  # they train for long, with code that other tests cover
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
