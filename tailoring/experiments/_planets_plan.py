@@ -114,7 +114,7 @@ def quick() -> Config:
         parts=(80, 10, 20),
         seeds=(0, 1),  # as many as the paper's
         width=128,
-        epochs=12,
+        epochs=15,
         batch=512,
         weights=(),
         meta_lrs=(1e-2,),
