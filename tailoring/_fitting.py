@@ -160,8 +160,8 @@ class Fitting(OwnNames):
         assert before is not None
         state, steps = before.state, before.taken
         if record or self.keep == "best":
-            with torch.no_grad():
-                values = self._losses(batch, None, self.steps, state)
+            with torch.set_grad_enabled(not torch.compiler.is_compiling()):  # a loss may differentiate the model, as at every step
+                values = self._losses(batch, None, self.steps, state).detach()
             losses += [values] * (self.steps + 1 - len(losses))
             if self.keep == "best":
                 _, state, steps = better(best, torch.where(values.isnan(), torch.inf, values), before)

@@ -62,6 +62,19 @@ def test_a_loss_may_differentiate_the_model():
     assert_exact(mlp(), queries(), pinn, lr=0.02)
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights()], ids=repr)
+def test_a_loss_that_differentiates_the_model_is_traced_and_compared(adapt, gradients):
+    net, x = mlp(), queries()
+    model = Tailored(net, pinn, adapt=adapt, steps=3, lr=[0.02, 0.02, 3.0])
+    with torch.set_grad_enabled(gradients):
+        trace, best = model.trace(x), model.replace(keep="best").trace(x)
+    torch.testing.assert_close(trace.losses[0], pinn(net, x).detach())
+    torch.testing.assert_close(best.losses, trace.losses)
+    assert (best.steps == trace.losses.argmin(0)).all()
+    assert (best.steps == 2).any()  # a later step was worse
+
+
 def test_a_loss_may_use_the_transforms_of_torch_func():
     def by_grad(model, x):
         return (torch.func.grad(lambda z: model(z).sum())(x).sum(1) - model(x).sum(1)).square()
