@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -97,8 +98,9 @@ def _single(options: Options, setting: Mapping[str, Any]) -> Options:
 def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
     """Median time of a run, and peak memory: on CUDA above what was held before, on a CPU of the whole process.
 
-    Short runs are started one after another and waited for in the end, whichever library makes them. A replayed CUDA graph
-    allocates nothing: what it holds on to is in `held_bytes`, all that the case took of the device.
+    Short runs are started one after another and waited for in the end, whichever library makes them: what a run adds to many. On CUDA
+    `waited` is the time of one that is waited for by itself, as a user does who needs the answer. A replayed CUDA graph allocates
+    nothing: what it holds on to is in `held_bytes`, all that the case took of the device.
     """
     cuda = options.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
@@ -130,15 +132,28 @@ def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
             if took < 5e-3:  # too short to be timed by itself
                 times.clear()
                 repeats *= 2
+        alone = _waited(run, wait, options.seconds / 3) if cuda else []
     except Exception as error:  # one case that fails, say for want of memory, must not cost the others
         return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
-    times = [seconds / getattr(run, "units", 1) for seconds in times]
-    timed = {"seconds": sorted(times)[len(times) // 2], "runs": len(times) * repeats, "first_runs": first}
+    units = getattr(run, "units", 1)
+    timed = {"seconds": median(times) / units, "runs": len(times) * repeats, "first_runs": first}
     if not cuda:
         return timed | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    timed["waited"] = median(alone) / units
     if hasattr(run, "peak"):
         return timed | {"peak_bytes": run.peak()}
     return timed | {"peak_bytes": torch.cuda.max_memory_allocated() - before, "held_bytes": torch.cuda.max_memory_reserved() - held}
+
+
+def _waited(run: Run, wait: Callable[[], object], seconds: float) -> list[float]:
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or (time.perf_counter() < end and len(times) < 1000):
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def _in_a_process_of_its_own(options: Options, setting: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -159,7 +174,8 @@ def _tell(row: Mapping[str, Any], setting: Mapping[str, Any], against: str, refe
     if "failed" in row:
         print(f"{what}  {row['name']:<28} failed: {row['failed']}", flush=True)
         return
+    waited = f" ({1e3 * row['waited']:.4g} waited for)" if "waited" in row else ""
     memory = "?" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
     ratio = f"{row['seconds'] / reference:9.3f} x {against}" if reference else ""
     ratio += f", counted {row['units'] / row['units_against']:.3f}" if "units" in row else ""
-    print(f"{what}  {row['name']:<28} {1e3 * row['seconds']:10.4g} ms {memory:>9} MiB {ratio}", flush=True)
+    print(f"{what}  {row['name']:<28} {1e3 * row['seconds']:10.4g} ms{waited} {memory:>9} MiB {ratio}", flush=True)
