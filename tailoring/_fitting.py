@@ -54,7 +54,7 @@ class Fitting(OwnNames):
             learned.set_start(self.adapt.init(self.net, batch.places.sites, 1, device))
         return learned.start_for(rows, state)
 
-    def _moments(self, batch: Batch) -> Iterator[Moment]:
+    def _moments(self, batch: Batch, only_last: bool = False) -> Iterator[Moment]:
         """The inner loop on a batch, watching that nothing it still needs is changed between two steps."""
         rows = self.adapt.rows(batch.queries)
         needed = self._needed_unchanged()
@@ -69,6 +69,7 @@ class Fitting(OwnNames):
             backprop=self.backprop,
             stop=self.stop,
             home=None if batch.start is None else self._identity(batch, rows),
+            only_last=only_last,
         )
         for moment in loop:
             yield moment
@@ -149,7 +150,7 @@ class Fitting(OwnNames):
         best: tuple[Tensor, State, Tensor] | None = None
         before: Moment | None = None
         losses: list[Tensor] = []
-        for moment in self._moments(batch):
+        for moment in self._moments(batch, only_last=self.keep == "last" and self.stop is None):
             if before is not None and moment.values is not None:
                 losses.append(moment.values)
                 best = better(best, moment.values, before) if self.keep == "best" else None

@@ -45,6 +45,7 @@ def descend(
     backprop: Backprop,
     stop: float | None,
     home: State | None = None,
+    only_last: bool = False,
 ) -> Iterator[Moment]:
     """Minimise the sum of all rows' losses over the state, yielding the loop before the first step and after each.
 
@@ -55,7 +56,8 @@ def descend(
     that failed goes (by default its start).
 
     `backprop` says which inner gradients an outer gradient sees: none of them (constants), the last one, or all. It matters only
-    while the caller has gradients enabled; each step reads that afresh, and no mode leaks out to the caller at a yield.
+    while the caller has gradients enabled; each step reads that afresh, and no mode leaks out to the caller at a yield. If `only_last`
+    of the moments is for an outer loss, the earlier ones need no graph of their own with "last".
     """
     base = reached = start()
     moved = states.zero_like(base)
@@ -66,7 +68,8 @@ def descend(
     for step in range(steps):
         before, base = base, start()
         here = reached if base is before and backprop != "last" else states.add(base, moved)
-        graph = backprop != "none" and torch.is_grad_enabled()
+        asked = backprop == "all" or (backprop == "last" and (step == steps - 1 or not only_last))
+        graph = asked and torch.is_grad_enabled()
         values, grads = gradient(here, None, step, graph)
         fine = values.isfinite()
         if graph or not rule.passes_on:
