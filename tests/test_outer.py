@@ -236,3 +236,31 @@ def test_check_finds_leaks_in_the_tailoring(options, what):
 def test_check_needs_neighbours():
     with pytest.raises(ValueError, match="at least two"):
         check(mlp(), queries(1))
+
+
+def test_only_the_step_that_an_outer_loss_sees_keeps_its_graph():
+    kept = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            return h.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            kept.append(torch.is_grad_enabled())  # so it is while a gradient is made that can itself be differentiated
+            return g
+
+    def loss(model, x):
+        return drift(lambda z: Watched.apply(model(z)), x)
+
+    for backprop, answered, each in (
+        ("none", [False] * 3, [False] * 3),
+        ("last", [False, False, True], [True] * 3),
+        ("all", [True] * 3, [True] * 3),
+    ):
+        model = Tailored(mlp(), loss, adapt=CN(nn.Tanh), steps=3, lr=0.01, backprop=backprop)
+        for run, expected in ((model, answered), (lambda x, model=model: list(model.states(x)), each)):
+            kept.clear()
+            run(queries())
+            assert kept == expected
