@@ -17,6 +17,7 @@ from PIL import Image
 from real_data import SHARED, needs
 from safetensors.torch import load_file, save_file
 
+from tailoring import Tailored
 from tailoring.__main__ import main
 from tailoring.experiments import certify
 from tailoring.experiments._images import MD5, ImageFolder, cifar10
@@ -149,6 +150,15 @@ def cifar(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cifar")
     subprocess.run([sys.executable, SHARED / "cifar10" / "unpack.py", folder], check=True, capture_output=True)
     return folder
+
+
+@pytest.mark.parametrize(("flags", "options"), [((), {}), (("--autotune",), {"mode": "max-autotune"})])
+def test_kernels_are_searched_for_when_asked(made, tmp_path, monkeypatch, flags, options):
+    asked = []
+    monkeypatch.setattr(Tailored, "forward", lambda model, x: asked.append(model.compile_options) or model.net(x))
+    assert main(["certify", *arguments(made, tmp_path, "--tailor", "--compile", *flags)]) == 0
+    assert asked
+    assert all(option == options for option in asked)
 
 
 @needs("cifar10")

@@ -65,7 +65,7 @@ def blocks(net: nn.Module) -> list[str]:
     return [name for name, module in net.named_modules() if isinstance(module, BasicBlock | Bottleneck | InvertedResidual)]
 
 
-def tailored(net: nn.Module, inner: Tailoring, *, backprop: Backprop = "none", compile: bool = False) -> Tailored:
+def tailored(net: nn.Module, inner: Tailoring, *, backprop: Backprop = "none", compile: bool | dict[str, Any] = False) -> Tailored:
     """The classifier that makes its features smooth around each image before it answers."""
     names = blocks(net)
     half = (len(names) + 1) // 2

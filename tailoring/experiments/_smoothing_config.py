@@ -18,7 +18,7 @@ class Config:
     """Settings of the certified-robustness experiment; beside each, where it comes from."""
 
     HOW: ClassVar = frozenset(
-        {"out", "data_dir", "classes", "only", "compile", "accelerator", "devices", "strategy", "engine", "address", "workers"}
+        {"out", "data_dir", "classes", "only", "compile", "autotune", "accelerator", "devices", "strategy", "engine", "address", "workers"}
     )
 
     out: Path = Path("runs/smoothing")
@@ -105,7 +105,9 @@ class Config:
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """of trainings and certifications; networks are channels-last in any case"""
     compile: bool = False
-    """torch.compile trainings and the certification of test images, on CUDA (a minute or more each, the first time)"""
+    """torch.compile the long trainings and the certification of test images, on CUDA (a minute or more each, the first time)"""
+    autotune: bool = False
+    """with --compile, search for the fastest kernels of a certification, which takes minutes more"""
     certify_batch: int = 1000
     """samples at once"""
     engine: Literal["local", "ray"] = "local"

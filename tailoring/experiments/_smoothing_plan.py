@@ -26,7 +26,6 @@ class Training:
     inner: Inner
     start: str | None = None  # the name of the training it goes on from
     frozen: bool = False  # BatchNorm keeps the statistics it came with
-    small: bool = False  # not worth compiling
 
     @property
     def noise(self) -> float:
@@ -178,7 +177,7 @@ def _regimes(config: Config, sigma: float) -> Iterator[Certification]:
         if inner.backprop == "none":  # without training, its order does not matter
             yield _validated(config, base(config, sigma), f"regime {name} alone", inner)
             yield _zero_steps(config, base(config, sigma), "search", inner.nu)
-        meta = on_top(config, sigma, f"regime {name}", inner=inner, epochs=config.regime_epochs, small=True)
+        meta = on_top(config, sigma, f"regime {name}", inner=inner, epochs=config.regime_epochs)
         yield _validated(config, meta, f"regime {name}", inner)
         yield _zero_steps(config, meta, f"regime {name}", inner.nu)
 

@@ -26,7 +26,7 @@ Progress = Callable[[str, int, int], None]
 class Config(Tailoring):
     """What is certified, and how. The defaults are Cohen et al.'s and the tailoring paper's."""
 
-    HOW: ClassVar = frozenset({"out", "data_dir", "accelerator", "compile", "engine", "address", "workers"})
+    HOW: ClassVar = frozenset({"out", "data_dir", "accelerator", "compile", "autotune", "engine", "address", "workers"})
 
     weights: Path
     """checkpoint of the network, .safetensors or a PyTorch file of plain tensors; Cohen's, torchvision's and akamaster's names are known"""
@@ -71,6 +71,8 @@ class Config(Tailoring):
     """autocast to bfloat16"""
     compile: bool = False
     """torch.compile the classifier, CUDA graphs included"""
+    autotune: bool = False
+    """with --compile, search for the fastest kernels, which takes minutes more"""
     engine: Literal["local", "ray"] = "local"
     """ray: spread the images over a cluster, each on whichever worker is free, again if its worker dies"""
     address: str | None = None
@@ -132,10 +134,11 @@ def _classifier(config: Config, state: dict[str, Any]) -> nn.Module:
     load_weights(net, state)
     device = _device(config)
     net = net.eval().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    tuned = {"mode": "max-autotune"} if config.compile and config.autotune else None
     if config.tailor:
-        return tailored(net, config, compile=config.compile).eval()
+        return tailored(net, config, compile=tuned or config.compile).eval()
     if config.compile:
-        net.compile(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else None)
+        net.compile(dynamic=False, **(tuned or {"mode": "reduce-overhead" if device.type == "cuda" else None}))
     return net
 
 
