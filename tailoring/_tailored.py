@@ -218,8 +218,10 @@ class Tailored(Fitting):
             places = self._places["compiled"] = self._find_places(x, structure)
             try:
                 out = self._compiled(self._key(x, structure), x, self.chunk, places.answer_rows, fills=places.answers_by_row)
-            except Exception:
+            except Exception as error:
                 self._batches(x)  # may know a better reason
+                if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # pyright: ignore[reportAttributeAccessIssue]
+                    error.add_note(_NOT_COMPILED)
                 raise
             return out, self._is_plain and places.answers_by_row
 
@@ -301,6 +303,12 @@ class Tailored(Fitting):
         leaves, spec = pytree.tree_flatten(x)
         parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
         return precision, tuple(parts), str(spec)
+
+
+_NOT_COMPILED = (
+    "tailoring: this model or its loss cannot be compiled; compile=False answers in eager mode. A loss that differentiates the model is "
+    "compiled if it does so by torch.func (not torch.autograd), with CN or with Weights(how='vmap')"
+)
 
 
 @leaves_inference_mode

@@ -610,3 +610,20 @@ def test_modes_of_torch_compile_go_with_our_options():
     assert "triton.cudagraphs" not in found["options"]
     with pytest.raises(ValueError, match=r"knows the modes default, .*, not 'fast'"):
         _compiled._options(cpu, {"mode": "fast"}, lambda: [])
+
+
+def test_what_cannot_be_compiled_says_what_can():
+    def residual(model, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].sum(1).square()
+
+    def by_func(model, x):
+        return torch.func.grad(lambda z: model(z).sum())(x).sum(1).square()
+
+    eager = Tailored(mlp(), residual, adapt=CN(nn.Tanh), lr=0.1)
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.TorchDynamoException) as caught:
+        eager.replace(compile={"backend": "eager"})(queries())
+    assert "torch.func" in caught.value.__notes__[0]
+    with torch.no_grad():
+        compiled = Tailored(eager.net, by_func, adapt=CN(nn.Tanh), lr=0.1, compile={"backend": "eager"})
+        torch.testing.assert_close(compiled(queries()), eager(queries()))
