@@ -49,7 +49,7 @@ class Use:
 
     def back(self, t: Tensor, like: Tensor) -> Tensor:
         """The inverse of `by_query`, to the shape of `like`."""
-        return t.reshape(like.movedim(self.rows, 0).shape).movedim(0, self.rows)
+        return _laid_out_as(like, t.reshape(like.movedim(self.rows, 0).shape).movedim(0, self.rows))
 
     def own(self, local: str, shared: Tensor) -> Tensor:
         """Every query's copy of a (small) parameter, (queries, *its shape)."""
@@ -120,7 +120,12 @@ def convolution(use: Use, forward: Callable[..., Any], module: Any, args: tuple[
     patches = _patches(module, x).reshape(use.queries, copies * out[0, 0].numel(), -1)
     flat = out.flatten(2).mT.reshape(use.queries, -1, out.shape[1])
     new = use.corrected(flat, patches, tuple(module.weight.shape))
-    return new.reshape(out.shape[0], -1, out.shape[1]).mT.reshape(out.shape)
+    return _laid_out_as(out, new.reshape(out.shape[0], -1, out.shape[1]).mT.reshape(out.shape))
+
+
+def _laid_out_as(out: Tensor, new: Tensor) -> Tensor:
+    """The model may go on with `.view`, which asks for numbers in their order."""
+    return new.contiguous() if out.is_contiguous() else new
 
 
 def _patches(module: Any, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ._states import LowRank
@@ -85,7 +86,7 @@ class Taps:
         if self.probes is not None:
             out = out + self.probes[len(self.heard)]
         elif not torch.compiler.is_compiling():
-            if not out.requires_grad and _transformed(out):  # inside torch.func.jvp and the like, which is a derivative as well
+            if _has_tangent(out) or (not out.requires_grad and _transformed(out)):  # a derivative as well, taken forward or by torch.func
                 self.noticed.append(True)
                 return out
             out = out if out.requires_grad else out.detach().requires_grad_()
@@ -108,6 +109,10 @@ class Taps:
 
 def _transformed(t: Tensor) -> bool:
     return is_functorch_wrapped_tensor(t)
+
+
+def _has_tangent(t: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
 
 
 def _notice(noticed: list[bool], _gradient: Tensor) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from nets import drift, mlp, queries, summed_error, text_encoder
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
@@ -73,6 +74,35 @@ def test_a_loss_that_differentiates_the_model_is_traced_and_compared(adapt, grad
     torch.testing.assert_close(best.losses, trace.losses)
     assert (best.steps == trace.losses.argmin(0)).all()
     assert (best.steps == 2).any()  # a later step was worse
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_may_differentiate_forwards(frozen):
+    def slope(model, x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent.square().sum(1)
+
+    assert_exact(mlp().requires_grad_(not frozen), queries(), slope, lr=0.02)
+
+
+class Viewed(nn.Module):
+    """What comes after a layer relies on how its numbers lie in memory."""
+
+    def __init__(self, sequence_first: bool):
+        super().__init__()
+        self.first: nn.Module = nn.Linear(1, 2) if sequence_first else nn.Conv2d(1, 2, 2)
+        self.last, self.sequence_first = nn.Linear(8 if sequence_first else 2, 3), sequence_first
+
+    def forward(self, x):
+        if self.sequence_first:
+            return self.last(self.first(x.T[..., None].contiguous()).view(4, -1, 2).permute(1, 0, 2).reshape(-1, 8))
+        return self.last(torch.tanh(self.first(x.unflatten(1, (1, 2, 2)))).view(len(x), -1))
+
+
+@pytest.mark.parametrize("sequence_first", [False, True])
+def test_layers_answer_in_the_layout_that_they_have_by_themselves(sequence_first):
+    torch.manual_seed(0)
+    assert_exact(Viewed(sequence_first).double(), queries())
 
 
 def test_a_loss_may_use_the_transforms_of_torch_func():

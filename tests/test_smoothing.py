@@ -96,6 +96,33 @@ def test_the_samples_of_guess_estimate_and_chunks_differ():
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
 
 
+def test_seeds_may_be_a_tensor():
+    smoothed, x = Smoothed(lambda z: torch.cat([z, -z], 1), 0.5), torch.tensor([[0.1], [0.3]])
+    numbers, tensor = (smoothed.certify(x, n0=10, n=100, seeds=seeds).votes for seeds in ([5, 6], torch.tensor([5, 6])))
+    assert numbers.tolist() == tensor.tolist()
+
+
+def test_an_answer_that_is_no_number_has_no_vote():
+    def sometimes(z):
+        return torch.where(z > 0.5, torch.nan, torch.cat([z - z + 1, z - z], 1))
+
+    smoothed, x = Smoothed(sometimes, 1.0), torch.zeros(1, 1)
+    votes = smoothed.votes(x[0], 1000, 0)
+    assert votes[1] == 0
+    assert 600 < votes[0] < 780  # Phi(0.5) of them
+    assert Smoothed(lambda z: torch.full((len(z), 2), torch.nan), 1.0).certify(x, n0=10, n=100).label.tolist() == [ABSTAIN]
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.Dropout()])
+def test_a_layer_in_training_mode_is_refused_whenever_it_is_so(layer):
+    net = nn.Sequential(nn.Linear(2, 2), layer).eval()
+    smoothed = Smoothed(net, 0.5)
+    layer.train()
+    for ask in (smoothed.predict, smoothed.certify):
+        with pytest.raises(ValueError, match=rf"1 \({type(layer).__name__}\) is in training mode"):
+            ask(torch.zeros(1, 2))
+
+
 def test_prediction_abstains_where_the_votes_do_not_tell():
     smoothed = Smoothed(HalfPlane(1.0, 0.0).eval(), 1.0)
     assert smoothed.predict(torch.tensor([[1.0, 0.0], [0.0, 5.0], [-1.0, 0.0]])).tolist() == [1, ABSTAIN, 0]
@@ -108,6 +135,10 @@ def test_prediction_abstains_where_the_votes_do_not_tell():
         (lambda: Smoothed(HalfPlane(1.0).eval(), 0.1, nu=0.2), "below sigma"),
         (lambda: Smoothed(HalfPlane(1.0), 0.5), "eval"),
         (lambda: Smoothed(HalfPlane(1.0).eval(), 0.5, batch=0), "batch"),
+        (lambda: Smoothed(HalfPlane(1.0).eval(), 0.5, batch=2.5), "whole number"),
+        (lambda: Smoothed(lambda x: x, 0.5).predict(torch.zeros(2, 1)), "two classes or more"),
+        (lambda: average_radius(torch.zeros(3, 1), torch.zeros(3), torch.zeros(3)), "shape"),
+        (lambda: certified_accuracy(torch.zeros(3), torch.zeros(3), torch.zeros(1), [0.0]), "shape"),
         (lambda: Smoothed(HalfPlane(1.0).eval(), 0.5).certify(torch.zeros(2, 1), alpha=0), "alpha"),
         (lambda: Smoothed(HalfPlane(1.0).eval(), 0.5).certify(torch.zeros(2, 1), n0=0), "at least one sample"),
         (lambda: Smoothed(HalfPlane(1.0).eval(), 0.5).certify(torch.zeros(2)), "a batch of queries"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, nn
 
 ABSTAIN = -1
 
@@ -40,8 +40,10 @@ class Smoothed:
             raise ValueError(f"sigma must be positive, not {sigma}")
         if not 0 <= nu < sigma:
             raise ValueError(f"nu, the noise inside the classifier, must be at least 0 and below sigma = {sigma}, not {nu}")
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1, not {batch}")
+        if not isinstance(batch, int) or batch < 1:
+            raise ValueError(f"batch must be a whole number, at least 1, not {batch}")
+        if not callable(classifier):
+            raise TypeError(f"the classifier must be a function from (n, ...) to logits (n, classes), not {classifier!r}")
         if getattr(classifier, "training", False):
             raise ValueError("the classifier is in training mode, where BatchNorm mixes the samples: call eval() first")
         self.classifier, self.sigma, self.nu, self.batch = classifier, sigma, nu, batch
@@ -53,7 +55,7 @@ class Smoothed:
 
     def predict(self, x: Tensor, n: int = 1000, alpha: float = 0.001, *, seeds: Sequence[int] | None = None) -> Tensor:
         """The smoothed class of each query, (queries,), wrong with probability alpha at most; -1 where the votes do not tell."""
-        _check(x, alpha, seeds, n)
+        self._check(x, alpha, seeds, n)
         labels = []
         for query, seed in zip(x, _seeds(x, seeds), strict=True):
             (first, second), (label, _) = (part.tolist() for part in self.votes(query, n, seed, phase=2).topk(2))
@@ -65,7 +67,7 @@ class Smoothed:
         self, x: Tensor, n0: int = 100, n: int = 100_000, alpha: float = 0.001, *, seeds: Sequence[int] | None = None
     ) -> Certificates:
         """Guess each query's class from n0 samples, bound its probability from n others, abstain below one half."""
-        _check(x, alpha, seeds, n0, n)
+        self._check(x, alpha, seeds, n0, n)
         labels, votes = [], []
         for query, seed in zip(x, _seeds(x, seeds), strict=True):
             labels.append(self.votes(query, n0, seed, phase=0).argmax())
@@ -78,19 +80,32 @@ class Smoothed:
         return Certificates(label, self.outer_sigma * quantile, self.sigma * quantile, vote, n)
 
     def votes(self, query: Tensor, n: int, seed: int, *, phase: int = 1) -> Tensor:
-        """How many of n noisy copies of one query the classifier gives to each class, (classes,). Stays on the device."""
+        """How many of n noisy copies of one query the classifier gives to each class, (classes,). Stays on the device.
+
+        An answer that is not a number is given to no class, which can only make a certificate smaller.
+        """
         counts: Tensor | None = None
         for chunk, start in enumerate(range(0, n, self.batch)):
             random = torch.Generator(query.device).manual_seed(_mixed(seed, phase, chunk))
             size = (min(self.batch, n - start), *query.shape)
             noise = torch.randn(size, generator=random, dtype=query.dtype, device=query.device)
             logits = self.classifier(query + self.outer_sigma * noise).detach()
-            if logits.ndim != 2 or len(logits) != size[0]:
-                raise ValueError(f"the classifier must return logits ({size[0]}, classes), not {tuple(logits.shape)}")
+            if logits.ndim != 2 or len(logits) != size[0] or logits.shape[1] < 2:
+                raise ValueError(
+                    f"the classifier must return logits ({size[0]}, classes) of two classes or more, not {tuple(logits.shape)}"
+                )
             counts = logits.new_zeros(logits.shape[1], dtype=torch.int64) if counts is None else counts
-            counts = counts.scatter_add(0, logits.argmax(1), torch.ones_like(logits[:, 0], dtype=torch.int64))
+            counts = counts.scatter_add(0, logits.argmax(1), (~logits.isnan().any(1)).long())
         assert counts is not None
         return counts
+
+    def _check(self, x: Tensor, alpha: float, seeds: Sequence[int] | None, *samples: int) -> None:
+        _check(x, alpha, seeds, *samples)
+        if isinstance(self.classifier, nn.Module):
+            for name, module in self.classifier.named_modules():
+                if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd):
+                    here = f"{name or 'the classifier'} ({type(module).__name__})"
+                    raise ValueError(f"{here} is in training mode: an answer would depend on other samples or on chance; call eval() first")
 
 
 def lower_bound(votes: Tensor, n: int, alpha: float) -> Tensor:
@@ -102,7 +117,7 @@ def lower_bound(votes: Tensor, n: int, alpha: float) -> Tensor:
 
 def _mixed(seed: int, phase: int, chunk: int) -> int:
     """A seed for a generator: different for every query, phase and chunk. (Neighbouring seeds would do on CUDA, not on every device.)"""
-    value = (seed * 0x9E3779B97F4A7C15 + phase * 0xBF58476D1CE4E5B9 + chunk * 0x94D049BB133111EB) % 2**64
+    value = (int(seed) * 0x9E3779B97F4A7C15 + phase * 0xBF58476D1CE4E5B9 + chunk * 0x94D049BB133111EB) % 2**64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     return (value ^ (value >> 27)) >> 1
 

@@ -12,13 +12,20 @@ from torch import Tensor
 
 def certified_accuracy(truth: Tensor, label: Tensor, radius: Tensor, radii: Sequence[float]) -> list[float]:
     """For each of `radii`, the share of queries with the right label and at least that radius. All (queries,)."""
+    _check_shapes(truth, label, radius)
     right = truth == label
     return [float((right & (radius >= r)).double().mean()) for r in radii]
 
 
 def average_radius(truth: Tensor, label: Tensor, radius: Tensor) -> float:
     """ACR: the mean radius, a query with a wrong label or none counting 0."""
+    _check_shapes(truth, label, radius)
     return float(torch.where(truth == label, radius.double(), 0.0).mean())
+
+
+def _check_shapes(*of_queries: Tensor) -> None:
+    if len({t.shape for t in of_queries}) > 1 or of_queries[0].ndim != 1:
+        raise ValueError(f"truth, label and radius must have the shape (queries,) each, not {[tuple(t.shape) for t in of_queries]}")
 
 
 def bootstrap_difference(a: Tensor, b: Tensor, *, level: float = 0.95, draws: int = 10_000, seed: int = 0) -> tuple[float, float, float]:
