@@ -69,6 +69,10 @@ class Adapter:
     plain_kernels = False  # cannot do with fused kernels even at first order
     outer_products = False  # its states are not all tensors
 
+    def depends_on(self, model: nn.Module) -> Any:
+        """What the sites depend on besides the model's modules and the shapes of its input; to be compared."""
+        return None
+
     def rows(self, queries: int) -> int:
         """How many rows a state has for so many queries."""
         return queries

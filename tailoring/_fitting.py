@@ -38,7 +38,11 @@ class Fitting(OwnNames):
     keep: Keep
     stop: float | None
     chunk: int | None
-    _is_plain: bool  # plain gradient descent: what fails stays so, hence all numbers can be looked at in the end
+
+    @property
+    def _is_plain(self) -> bool:
+        """Plain gradient descent: what fails stays so, hence all numbers can be looked at in the end."""
+        return isinstance(self.rule, Descent) and self.rule.is_plain and self.keep == "last" and self.stop is None
 
     @property
     def loss(self) -> Loss:

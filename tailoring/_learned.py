@@ -21,6 +21,12 @@ class Learned(nn.Module):
         self.start = nn.ParameterDict()
         self.wants_start = learned_start
 
+    def rates(self, lr: Any) -> Any:
+        """The same step sizes, those that are learned as they are registered now."""
+        if isinstance(lr, Mapping):
+            return {name: self.lr[_key(name)] if isinstance(rate, nn.Parameter) else rate for name, rate in lr.items()}
+        return self.lr["all"] if isinstance(lr, nn.Parameter) else lr
+
     def set_start(self, identity: State) -> None:
         """One row of the identity becomes the start that is learned."""
         for name, t in identity.items():

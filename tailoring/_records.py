@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import cmath
 import functools
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -89,12 +89,16 @@ def better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Mo
 
 def all_finite(out: Any) -> bool:
     """Surely so if it says so: a sum may overflow."""
-    return all([math.isfinite(t.sum().item()) for t in tensors(out) if t.is_floating_point()])  # noqa: C419 - a list takes less time
+    return all([cmath.isfinite(t.sum().item()) for t in tensors(out) if _has_fractions(t)])  # noqa: C419 - a list takes less time
+
+
+def _has_fractions(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 def finite_rows(out: Any, rows: int, dimensions: Mapping[int, int | None]) -> Tensor:
     """(rows,): whether all numbers of the row are finite, in all tensors that have rows; `dimensions` says where."""
-    found = [(t.detach(), dim) for t, dim in _with_dimensions(out, dimensions) if dim is not None and t.is_floating_point()]
+    found = [(t.detach(), dim) for t, dim in _with_dimensions(out, dimensions) if dim is not None and _has_fractions(t)]
     checks = [t.movedim(dim, 0).reshape(rows, -1).isfinite().all(1) for t, dim in found if t.shape[dim] % rows == 0]
     return torch.stack(checks).all(0) if checks else torch.ones(rows, dtype=torch.bool, device=first_tensor(out).device)
 

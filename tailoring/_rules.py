@@ -89,9 +89,11 @@ class Descent:
             if name not in self._keys:  # dynamo cannot follow patterns: whoever compiles has asked before
                 self._keys[name] = self._key(name, rate)
             rate = rate[self._keys[name]]
-        if isinstance(rate, Tensor):
-            return rate[step] if rate.ndim else rate
-        return rate[step] if isinstance(rate, Sequence) else rate
+        if isinstance(rate, Sequence) or (isinstance(rate, Tensor) and rate.ndim):
+            if step >= len(rate):
+                raise ValueError(f"lr has {len(rate)} step sizes, one for each step, and the model takes more steps")
+            return rate[step]
+        return rate
 
     def _key(self, name: str, rates: Mapping[str, Any]) -> str:
         found = [key for key in rates if key == name or fnmatchcase(name, key)]

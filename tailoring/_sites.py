@@ -168,7 +168,7 @@ def first_and_another(x: Any) -> Any:
     """Two queries: the first of `x`, and the same with other numbers."""
 
     def another(t: Tensor) -> Tensor:
-        first = t[:1]
+        first = _numbers(t[:1])
         if t.is_floating_point() or t.is_complex():
             return torch.cat([first, 1.5 * first + 0.1])
         return torch.cat([first, first.flip(-1) if t.ndim > 1 else t[-1:]])
@@ -177,7 +177,12 @@ def first_and_another(x: Any) -> Any:
 
 
 def _first(x: Any, times: int) -> Any:
-    return map_tensors(lambda t: t[:1].expand(times, *t.shape[1:]).contiguous() if t.ndim else t, x)
+    return map_tensors(lambda t: _numbers(t[:1]).expand(times, *t.shape[1:]).contiguous() if t.ndim else t, x)
+
+
+def _numbers(t: Tensor) -> Tensor:
+    """0 in place of what is no number: a query that is broken tells nothing of the model."""
+    return t.nan_to_num(0.0, 0.0, 0.0) if t.is_floating_point() or t.is_complex() else t
 
 
 def _watch_once(model: nn.Module, call: Call) -> list[tuple[tuple[str, int, int], Tensor, bool]]:

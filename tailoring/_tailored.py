@@ -98,13 +98,13 @@ class Tailored(Fitting):
         self.steps, self.stop, self.chunk = steps, stop, chunk
         self.keep: Keep = "best" if self.rule.searches else keep
         self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
+        self.register_load_state_dict_post_hook(_take_rates)
         self._places: dict[Any, Places] = {}
         self._structure: Structure | None = None
         self._loss_structure: Structure | None = None
         self._prepared = False
         self.compile_options: Mapping[str, Any] | None = None if compile is False else {} if compile is True else compile
         self._compiled: Compiled | None = None
-        self._is_plain = isinstance(self.rule, Descent) and self.rule.is_plain and self.keep == "last" and stop is None
 
     @leaves_inference_mode
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +230,9 @@ class Tailored(Fitting):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._places.clear()  # the state's dtype follows the model's
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        _take_rates(self)
+        return self
 
     def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[Batch]:
         """The queries in parts of `chunk`, checked before anything runs."""
@@ -297,12 +299,18 @@ class Tailored(Fitting):
 
     def _key(self, x: Any, structure: Structure) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision; and the adapter."""
-        precision = precision_of(structure), self.net.training, self.adapt
+        precision = precision_of(structure), self.net.training, self.adapt, self.adapt.depends_on(self.net)
         if isinstance(x, Tensor):
             return precision, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)
         parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
         return precision, tuple(parts), str(spec)
+
+
+def _take_rates(model: Tailored, *_: Any) -> None:
+    """Loading (`assign=True`) and conversions may put others in the place of parameters: the rule takes those that train."""
+    if isinstance(model.rule, Descent):
+        model.rule.lr = model.tailoring.rates(model.rule.lr)
 
 
 _NOT_COMPILED = (
