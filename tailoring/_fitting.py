@@ -117,9 +117,9 @@ class Fitting(OwnNames):
     ) -> Any:
         """A reading of the model as adapted by the state."""
         if reuse is None:
-            return self.adapt.call(self.net, batch.places.sites, state, reading, args, kwargs, taps)
+            return self.adapt.call(batch.places.sited, state, reading, args, kwargs, taps)
         with reuse.serving(keep=keep):
-            return self.adapt.call(self.net, batch.places.sites, state, reading, args, kwargs, taps)
+            return self.adapt.call(batch.places.sited, state, reading, args, kwargs, taps)
 
     def _plain_kernels(self, structure: Structure | None = None) -> AbstractContextManager[None]:
         return plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none", structure=structure)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ._adapt import CN, Adapter
+from ._adapt import CN, Adapter, sited
 from ._compiled import Compiled
 from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep
@@ -275,13 +275,13 @@ class Tailored(Fitting):
         if places is None or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
             if structure is None:
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
-            sites, seen = self.adapt.sites(self.net, x), watch(self.net, x)
-            prefix = find_prefix(self.adapt, self.net, sites, seen, x)
+            here, seen = sited(self.net, self.adapt.sites(self.net, x)), watch(self.net, x)
+            prefix = find_prefix(self.adapt, here, seen, x)
             answers = [s for s in seen if s.name == "" and s.leaf >= 0]
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
-            places = Places(sites, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
+            places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
             self._places[key] = self._places["compiled"] = places
-        return places
+        return places._replace(sited=sited(self.net, places.sites)) if structure is None else places  # dynamo knows a module by its path
 
     def _find_structure(self) -> Structure | None:
         """The model's modules, as they are now: None in compiled code. What was known of a model with other ones is forgotten."""
