@@ -54,11 +54,11 @@ class Site:
 
 
 class Sited(NamedTuple):
-    """A model with its sites. To look their modules up takes longer than to adapt them, so it is kept while the model has the same ones."""
+    """A model with its sites, kept while it has the same modules: to look these up at every pass takes its time."""
 
     model: nn.Module
     sites: tuple[Site, ...]
-    modules: tuple[tuple[nn.Module, list[Site]], ...]  # those that run otherwise, each with its own sites
+    modules: tuple[tuple[nn.Module, list[Site]], ...]  # the adapted ones, each with its own sites
 
 
 def sited(model: nn.Module, sites: tuple[Site, ...]) -> Sited:
@@ -164,10 +164,11 @@ class CN(Adapter):
         return state
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
-        gamma, beta = state[f"{site.key}.gamma"], state[f"{site.key}.beta"]
-        assert site.rows is not None and isinstance(gamma, Tensor) and isinstance(beta, Tensor)  # noqa: PT018 - as nearly always
-        if out.shape == gamma.shape and site.rows == 0 and out.dtype == gamma.dtype:
+        gamma: Any = state[f"{site.key}.gamma"]
+        beta: Any = state[f"{site.key}.beta"]
+        if site.rows == 0 and out.shape == gamma.shape and out.dtype == gamma.dtype:  # as nearly always
             return gamma * out + beta
+        assert site.rows is not None
         rows = out.shape[site.rows]
         copies = copies_per_query(rows, gamma.shape[0], f"output of {site.module!r}")
         shape = [1] * out.ndim
