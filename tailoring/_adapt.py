@@ -58,14 +58,14 @@ class Sited(NamedTuple):
 
     model: nn.Module
     sites: tuple[Site, ...]
-    modules: tuple[tuple[nn.Module, list[Site]], ...]  # the adapted ones, each with its own sites
+    modules: list[tuple[nn.Module, list[Site]]]  # the adapted ones, each with its own sites
 
 
 def sited(model: nn.Module, sites: tuple[Site, ...]) -> Sited:
     groups: dict[str, list[Site]] = {}
     for site in sites:
         groups.setdefault(site.module, []).append(site)
-    return Sited(model, sites, tuple((model.get_submodule(name), group) for name, group in groups.items()))
+    return Sited(model, sites, [(model.get_submodule(name), own) for name, own in groups.items()])
 
 
 Evaluate = Callable[..., Tensor]  # evaluate(state, taps=None) -> losses, (rows,); `taps` reaches `Adapter.call`

@@ -47,11 +47,11 @@ class Fitting(OwnNames):
     def _identity(self, batch: Batch, rows: int) -> State:
         """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
         learned, device = self.tailoring, tensors(batch.x)[0].device
-        state = self.adapt.init(self.net, batch.places.sites, rows, device)
+        state = self.adapt.init(self.net, batch.places.sited.sites, rows, device)
         if not learned.wants_start:
             return state
         if not learned.start:
-            learned.set_start(self.adapt.init(self.net, batch.places.sites, 1, device))
+            learned.set_start(self.adapt.init(self.net, batch.places.sited.sites, 1, device))
         return learned.start_for(rows, state)
 
     def _moments(self, batch: Batch) -> Iterator[Moment]:
@@ -88,7 +88,7 @@ class Fitting(OwnNames):
             with torch.no_grad():  # nothing made inside torch.func.grad may leave it; all else of this pass is dead code
                 self._losses(batch, rows, step, state, keep=True)
         evaluate = functools.partial(self._losses, batch, rows, step)
-        compute = functools.partial(self.adapt.gradient, evaluate, batch.places.sites, state, (step, self.steps), graph)
+        compute = functools.partial(self.adapt.gradient, evaluate, batch.places.sited.sites, state, (step, self.steps), graph)
         return self._keeping_little(compute, batch, state) if self.recompute else compute()
 
     def _keeping_little(self, compute: Callable[[], tuple[Any, Any]], batch: Batch, state: State) -> tuple[Any, Any]:

@@ -52,10 +52,6 @@ class Places(NamedTuple):
     answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
     answers_by_row: bool  # every tensor of the answer has one, in which the rows of a query follow each other
 
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        return self.sited.sites
-
 
 class Batch(NamedTuple):
     """A batch of queries on its way through the inner loop."""
@@ -71,7 +67,7 @@ class Batch(NamedTuple):
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        return self.places.sites
+        return self.places.sited.sites
 
 
 @dataclass(frozen=True)

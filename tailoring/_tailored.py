@@ -281,7 +281,9 @@ class Tailored(Fitting):
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
             places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
             self._places[key] = self._places["compiled"] = places
-        return places._replace(sited=sited(self.net, places.sites)) if structure is None else places  # dynamo knows a module by its path
+        if structure is None:  # dynamo knows a module by its path
+            return places._replace(sited=sited(self.net, places.sited.sites))
+        return places
 
     def _find_structure(self) -> Structure | None:
         """The model's modules, as they are now: None in compiled code. What was known of a model with other ones is forgotten."""
