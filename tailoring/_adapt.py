@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +53,21 @@ class Site:
     copied: bool = False  # of a parameter: the module has no rule, and runs with a copy of its weights for each query
 
 
+class Sited(NamedTuple):
+    """A model with its sites, kept while it has the same modules: to look these up at every pass takes its time."""
+
+    model: nn.Module
+    sites: tuple[Site, ...]
+    modules: list[tuple[nn.Module, list[Site]]]  # the adapted ones, each with its own sites
+
+
+def sited(model: nn.Module, sites: tuple[Site, ...]) -> Sited:
+    groups: dict[str, list[Site]] = {}
+    for site in sites:
+        groups.setdefault(site.module, []).append(site)
+    return Sited(model, sites, [(model.get_submodule(name), own) for name, own in groups.items()])
+
+
 Evaluate = Callable[..., Tensor]  # evaluate(state, taps=None) -> losses, (rows,); `taps` reaches `Adapter.call`
 
 
@@ -61,7 +75,7 @@ class Adapter:
     """What every adapter offers to the inner loop.
 
     `sites(model, x)` tells where it acts, `init(model, sites, queries)` makes the state that changes nothing, and
-    `call(model, sites, state, reading, args, kwargs)` computes a `Reading` of the model as adapted by the state. `gradient` is the
+    `call(sited, state, reading, args, kwargs)` computes a `Reading` of the model as adapted by the state. `gradient` is the
     loss and its gradient; an adapter that needs to listen to the model for it passes `taps` through `evaluate` to its `call`.
     """
 
@@ -91,15 +105,12 @@ class Adapter:
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         raise NotImplementedError
 
-    def call(
-        self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None
-    ) -> Any:
+    def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None) -> Any:
         """By default, edit the outputs of the modules at the sites."""
-        arounds = {name: _edit_outputs(group, state, self.edit) for name, group in by_module(sites).items()}
-        with intercepted(model, arounds):
+        with intercepted([(module, _edit_outputs(own, state, self.edit)) for module, own in sited.modules]):
             if reading is WHOLE:
-                return model(*args, **kwargs)
-            return reading(model, lambda module: module(*args, **kwargs))
+                return sited.model(*args, **kwargs)
+            return reading(sited.model, lambda module: module(*args, **kwargs))
 
     def gradient(
         self, evaluate: Evaluate, sites: tuple[Site, ...], state: State, step: tuple[int, int], graph: bool
@@ -157,10 +168,11 @@ class CN(Adapter):
         return state
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
-        gamma, beta = state[f"{site.key}.gamma"], state[f"{site.key}.beta"]
-        assert site.rows is not None and isinstance(gamma, Tensor) and isinstance(beta, Tensor)  # noqa: PT018 - as nearly always
-        if out.shape == gamma.shape and site.rows == 0 and out.dtype == gamma.dtype:
+        gamma: Any = state[f"{site.key}.gamma"]
+        beta: Any = state[f"{site.key}.beta"]
+        if site.rows == 0 and out.shape == gamma.shape and out.dtype == gamma.dtype:  # as nearly always
             return gamma * out + beta
+        assert site.rows is not None
         rows = out.shape[site.rows]
         copies = copies_per_query(rows, gamma.shape[0], f"output of {site.module!r}")
         shape = [1] * out.ndim
@@ -200,13 +212,6 @@ class Shift(Adapter):
         shift = as_tensor(state[f"{site.key}.shift"])
         copies = copies_per_query(out.shape[site.rows], shift.shape[0], f"output of {site.module!r}")
         return (out + repeat_rows(shift, copies).movedim(0, site.rows)).to(out.dtype)
-
-
-def by_module(sites: Iterable[Site]) -> dict[str, list[Site]]:
-    groups: dict[str, list[Site]] = defaultdict(list)
-    for site in sites:
-        groups[site.module].append(site)
-    return groups
 
 
 def _edit_outputs(sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor]) -> Around:

@@ -131,7 +131,7 @@ def _record(net: nn.Module, x: Any) -> list[_Record]:
         records.append(_Record(name, module, given, [t.clone() for t in tensors(out)]))
         return out
 
-    with intercepted(net, {name: functools.partial(note, name) for name, _ in net.named_modules()}):
+    with intercepted([(module, functools.partial(note, name)) for name, module in net.named_modules()]):
         args, kwargs = model_call(x)
         net(*args, **kwargs)
     return records

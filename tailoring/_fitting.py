@@ -51,11 +51,11 @@ class Fitting(OwnNames):
     def _identity(self, batch: Batch, rows: int) -> State:
         """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
         learned, device = self.tailoring, tensors(batch.x)[0].device
-        state = self.adapt.init(self.net, batch.places.sites, rows, device)
+        state = self.adapt.init(self.net, batch.places.sited.sites, rows, device)
         if not learned.wants_start:
             return state
         if not learned.start:
-            learned.set_start(self.adapt.init(self.net, batch.places.sites, 1, device))
+            learned.set_start(self.adapt.init(self.net, batch.places.sited.sites, 1, device))
         return learned.start_for(rows, state)
 
     def _moments(self, batch: Batch, only_last: bool = False) -> Iterator[Moment]:
@@ -93,7 +93,7 @@ class Fitting(OwnNames):
             with torch.no_grad():  # nothing made inside torch.func.grad may leave it; all else of this pass is dead code
                 self._losses(batch, rows, step, state, keep=True)
         evaluate = functools.partial(self._losses, batch, rows, step)
-        compute = functools.partial(self.adapt.gradient, evaluate, batch.places.sites, state, (step, self.steps), graph)
+        compute = functools.partial(self.adapt.gradient, evaluate, batch.places.sited.sites, state, (step, self.steps), graph)
         return self._keeping_little(compute, batch, state) if self.recompute else compute()
 
     def _keeping_little(self, compute: Callable[[], tuple[Any, Any]], batch: Batch, state: State) -> tuple[Any, Any]:
@@ -122,9 +122,9 @@ class Fitting(OwnNames):
     ) -> Any:
         """A reading of the model as adapted by the state."""
         if reuse is None:
-            return self.adapt.call(self.net, batch.places.sites, state, reading, args, kwargs, taps)
+            return self.adapt.call(batch.places.sited, state, reading, args, kwargs, taps)
         with reuse.serving(keep=keep):
-            return self.adapt.call(self.net, batch.places.sites, state, reading, args, kwargs, taps)
+            return self.adapt.call(batch.places.sited, state, reading, args, kwargs, taps)
 
     def _plain_kernels(self, structure: Structure | None = None) -> AbstractContextManager[None]:
         return plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none", structure=structure)

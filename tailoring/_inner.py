@@ -190,11 +190,16 @@ class NoGradientError(ValueError):
 
 def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
     """The gradient of the sum of `values` with respect to each leaf; zero where there is none, but not everywhere."""
-    reached = values.requires_grad and leaves
-    grads = torch.autograd.grad(values.sum(), list(leaves.values()), create_graph=graph, allow_unused=True) if reached else ()
-    if all(g is None for g in grads):
+    found: dict[str, Tensor] = {}
+    if values.requires_grad and leaves:
+        total = values if values.numel() == 1 else values.sum()  # one query's loss is the sum already: two operations less
+        grads = torch.autograd.grad(total, list(leaves.values()), create_graph=graph, allow_unused=True)
+        found = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
+    if not found:
         raise NoGradientError(
             f"the tailoring loss does not depend on the state {list(leaves)}: call the model that the loss is given (not the "
             "original one), without detach() or no_grad(), and adapt modules that the loss can see"
         )
-    return {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(leaves.items(), grads, strict=True)}
+    if len(found) == len(leaves):
+        return found
+    return {name: found[name] if name in found else torch.zeros_like(t) for name, t in leaves.items()}

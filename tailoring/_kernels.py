@@ -87,6 +87,8 @@ class Structure:
             return False
         for module, children in self.children:
             now = module._modules
+            if not now and not children:  # as most of them
+                continue
             if list(now) != list(children) or not all(map(operator.is_, now.values(), children.values())):  # `==` may be the modules' own
                 return False
         return True

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._adapt import Site
+from ._adapt import Site, Sited
 from ._inner import Moment
 from ._reuse import Prefix, Reuse
 from ._states import State, where
@@ -46,7 +46,7 @@ class Trace:
 class Places(NamedTuple):
     """What is known of a model for inputs of one shape."""
 
-    sites: tuple[Site, ...]
+    sited: Sited
     prefix: Prefix  # modules that lie below the first site, and can run once for all steps
     multiplications: float  # that these make for a query
     answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        return self.places.sites
+        return self.places.sited.sites
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[r
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from ._adapt import Adapter, Sited
 from ._kernels import all_modules, plain_kernels
 from ._sites import Reading, Seen, first_and_another, intercepted
 from ._trees import map_tensors, model_call, tensors
@@ -123,7 +124,7 @@ class Reuse:
 
     def serving(self, *, keep: bool) -> AbstractContextManager[None]:
         """Within the block, modules answer from before where they can; with `keep`, new answers are kept."""
-        return intercepted(self.model, {name: functools.partial(self._answer, name, keep) for name in self.names})
+        return intercepted([(self.model.get_submodule(name), functools.partial(self._answer, name, keep)) for name in self.names])
 
     def once(self, make: Callable[[], Any], *, keep: bool) -> Any:
         """`make()`, as it came out when a pass first got here."""
@@ -192,8 +193,9 @@ def _hooked_below(module: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in all_modules(module)[1:])
 
 
-def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: Any) -> Prefix:
+def find_prefix(adapt: Adapter, here: Sited, seen: list[Seen], x: Any) -> Prefix:
     """The modules whose answers can be kept from pass to pass, if they are worth it: found by trying it on two queries."""
+    model, sites = here.model, here.sites
     outputs, weights = ({model.get_submodule(s.module) for s in sites if bool(s.local) == local} for local in (False, True))
     names = tuple(_outermost(model, "", outputs, weights))
     if _share(model, names, seen) < WORTH_IT:
@@ -206,7 +208,7 @@ def find_prefix(adapt: Any, model: nn.Module, sites: Any, seen: list[Seen], x: A
         for _ in range(times):
             reuse.begin()
             with reuse.serving(keep=True):
-                adapt.call(model, sites, state, Reading(), args, kwargs)
+                adapt.call(here, state, Reading(), args, kwargs)
         return reuse
 
     with torch.no_grad(), plain_kernels(model, graph=adapt.plain_kernels):

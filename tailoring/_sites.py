@@ -37,15 +37,15 @@ def alone() -> Iterator[None]:
 
 
 class intercepted:  # noqa: N801 - reads as the function it is; a generator would take twice the time
-    """Within the block, `arounds[name]` answers in place of the submodule `name`, and may ask it.
+    """Within the block, each `around` answers in place of its module, and may ask it.
 
     The instance's `forward` is shadowed, and restored in the end. Forward hooks would do the same in eager code, but dynamo cannot
     trace their registration, and registering one while another thread runs the module breaks that thread. The shadow answers to
     its own thread only: in any other the module is as it was.
     """
 
-    def __init__(self, model: nn.Module, arounds: Mapping[str, Around]):
-        self.model, self.arounds = model, arounds
+    def __init__(self, arounds: Iterable[tuple[nn.Module, Around]]):
+        self.arounds = arounds
         self.undo: list[Callable[[], Any]] = []
         self.alone = not torch.compiler.is_compiling()
 
@@ -53,10 +53,8 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
         if self.alone:
             ADAPTING.acquire()
         owner = get_ident() if self.alone else None
-        find = _submodule if self.alone else nn.Module.get_submodule
         try:
-            for name, around in self.arounds.items():
-                module = find(self.model, name)
+            for module, around in self.arounds:
                 self.undo.append(replaced_forward(module, _shadow(module, around, owner)))
         except BaseException:
             self.__exit__()
@@ -67,13 +65,6 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
             self.undo.pop()()
         if self.alone:
             ADAPTING.release()
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module:
-    """`model.get_submodule(name)` in a quarter of the time, for names that the model has."""
-    for part in name.split(".") if name else ():
-        model = model._modules[part]  # type: ignore[assignment]
-    return model
 
 
 def _shadow(module: nn.Module, around: Around, owner: int | None) -> Callable[..., Any]:
@@ -113,7 +104,7 @@ class Reading:
                 caught.append(first_tensor(out).clone())
             return out
 
-        with intercepted(base, {self.below: catch}):
+        with intercepted([(base.get_submodule(self.below), catch)]):
             run(base)
         if not caught:
             raise ValueError(f"module {self.below!r} did not run in this forward pass")
@@ -197,7 +188,7 @@ def _watch_once(model: nn.Module, call: Call) -> list[tuple[tuple[str, int, int]
         log.extend(((name, calls[name], leaf), t) for leaf, t in enumerate(tensors(out)))
         return out
 
-    with intercepted(model, {name: functools.partial(note, name) for name, _ in model.named_modules()}):
+    with intercepted([(module, functools.partial(note, name)) for name, module in model.named_modules()]):
         args, kwargs = call
         answers = {id(t) for t in tensors(model(*args, **kwargs))}
     return [(key, t, id(t) in answers) for key, t in log]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ._adapt import CN, Adapter
+from ._adapt import CN, Adapter, sited
 from ._compiled import Compiled
 from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep
@@ -279,12 +279,14 @@ class Tailored(Fitting):
         if places is None or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
             if structure is None:
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
-            sites, seen = self.adapt.sites(self.net, x), watch(self.net, x)
-            prefix = find_prefix(self.adapt, self.net, sites, seen, x)
+            here, seen = sited(self.net, self.adapt.sites(self.net, x)), watch(self.net, x)
+            prefix = find_prefix(self.adapt, here, seen, x)
             answers = [s for s in seen if s.name == "" and s.leaf >= 0]
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
-            places = Places(sites, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
+            places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
             self._places[key] = self._places["compiled"] = places
+        if structure is None:  # dynamo knows a module by its path
+            return places._replace(sited=sited(self.net, places.sited.sites))
         return places
 
     def _find_structure(self) -> Structure | None:

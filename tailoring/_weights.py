@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _states as states
-from ._adapt import Adapter, Evaluate, Site, by_module
+from ._adapt import Adapter, Evaluate, Site, Sited, sited
 from ._bound import Bound
 from ._copies import call_with_copies
 from ._inner import NoGradientError, differentiate, gradients
@@ -109,7 +109,7 @@ class Weights(Adapter):
 
         def by(sites: tuple[Site, ...], adapter: Weights, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
             def evaluate(state: State, taps: Taps | None = None) -> Tensor:
-                return total(adapter.call(model, sites, state, Reading(), args, kwargs, taps)).unsqueeze(0)
+                return total(adapter.call(sited(model, sites), state, Reading(), args, kwargs, taps)).unsqueeze(0)
 
             state = adapter.init(model, sites, rows, tensors((args, kwargs))[0].device)
             values, grads = adapter.gradient(evaluate, sites, state, (0, 1), False)
@@ -154,16 +154,15 @@ class Weights(Adapter):
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         return {s.key: _nothing_moved(s, queries, device) for s in sites}
 
-    def call(
-        self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any, taps: Taps | None = None
-    ) -> Any:
+    def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Taps | None = None) -> Any:
+        model, sites, modules = sited
         if self.how != "rules" or _is_whole(sites):
             changes = {name: as_tensor(entry) for name, entry in state.items()}
             rows = dict(sites[0].all_rows) if reading == Reading() else {}
             return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=rows)
         _refuse_looking_inside(reading, sites)
         rows = count_rows((args, kwargs))
-        with intercepted(model, {name: _around(group, state, taps, rows) for name, group in by_module(sites).items()}):
+        with intercepted([(module, _around(own, state, taps, rows)) for module, own in modules]):
             return reading(model, lambda module: module(*args, **kwargs))
 
     def gradient(

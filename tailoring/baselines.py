@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ._adapt import CN, Adapter, Evaluate, Shift, Site
+from ._adapt import CN, Adapter, Evaluate, Shift, Site, Sited
 from ._bound import Bound
 from ._kernels import may_look
 from ._sites import Reading
@@ -89,10 +89,8 @@ class Shared(Adapter):
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         return self.adapter.init(model, sites, queries, device)
 
-    def call(
-        self, model: nn.Module, sites: tuple[Site, ...], state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None
-    ) -> Any:
-        return self.adapter.call(model, sites, state, reading, args, kwargs, taps)
+    def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None) -> Any:
+        return self.adapter.call(sited, state, reading, args, kwargs, taps)
 
     def gradient(
         self, evaluate: Evaluate, sites: tuple[Site, ...], state: State, step: tuple[int, int], graph: bool

@@ -110,7 +110,7 @@ class _Read:
         self.notes: list[Tensor] = []
         self.model = Tailored(net, _noting(loss, self.notes), adapt=adapt)
         places = self.model._find_places(query)
-        self.sites, self.batch = places.sites, Batch(query, 1, places)
+        self.sites, self.batch = places.sited.sites, Batch(query, 1, places)
         start = adapt.init(net, self.sites, adapt.rows(1), tensors(query)[0].device)
         tensors_only = {name: t for name, t in start.items() if isinstance(t, Tensor)}
         if len(tensors_only) < len(start):

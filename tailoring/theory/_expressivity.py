@@ -155,7 +155,7 @@ def _calls(model: nn.Module, x: Any) -> list[ModuleCall]:
 
         return around
 
-    with intercepted(model, {name: note(name) for name, _ in model.named_modules()}):
+    with intercepted([(module, note(name)) for name, module in model.named_modules()]):
         model(x)
     return calls
 
