@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from ._adapt import Adapter
 from ._inner import Backprop, Keep
@@ -71,6 +72,11 @@ def refuse_mixing_modules(model: nn.Module, structure: Structure | None = None) 
                 raise ValueError(
                     f"{here} keeps no running statistics, so it mixes the queries of the batch; use track_running_stats=True or GroupNorm"
                 )
+        elif module.training and _keeps_statistics(module):
+            raise ValueError(
+                f"{here} is in training mode: it would change its statistics at every inner step. Call model.eval(), or put these layers "
+                "alone in eval mode while the rest trains"
+            )
         elif module.training and _drops(module):
             raise ValueError(
                 f"{here} drops units in training mode: every inner step and the answer would see another mask. "
@@ -80,8 +86,12 @@ def refuse_mixing_modules(model: nn.Module, structure: Structure | None = None) 
 
 @found_once
 def _suspects(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention
+    kinds = nn.modules.batchnorm._NormBase | nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention | _SpectralNorm
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _SpectralNorm) or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)
 
 
 def _drops(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from nets import drift, mlp, queries
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from tailoring import CN, LBFGS, Inputs, Shift, Tailored, Weights
 from tailoring.baselines import Shared
@@ -125,8 +126,13 @@ def test_a_wrong_loss_is_told(loss, kind, message, adapt):
         (nn.BatchNorm1d(4), "in training mode.*BatchNorm layers alone in eval mode"),
         (nn.BatchNorm1d(4, track_running_stats=False).eval(), "keeps no running statistics"),
         (nn.Dropout(0.5), "drops units in training mode"),
+        (spectral_norm(nn.Linear(4, 4)), "_SpectralNorm.* in training mode: it would change its statistics"),
+        (
+            nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
+            "InstanceNorm1d.* its statistics",
+        ),
     ],
-    ids=["batchnorm", "no statistics", "dropout"],
+    ids=["batchnorm", "no statistics", "dropout", "spectral norm", "instance norm"],
 )
 def test_layers_that_mix_queries_or_draw_masks_are_refused(layer, message):
     net = nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh(), nn.Linear(4, 4)).double()
@@ -135,6 +141,8 @@ def test_layers_that_mix_queries_or_draw_masks_are_refused(layer, message):
         tailored(net=net)(queries())
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())  # no statistics were touched
     tailored(net=net, steps=0)(queries())  # the plain model may train as it likes
+    if layer.training:
+        tailored(net=net.eval())(queries())
 
 
 def test_the_modules_of_a_loss_must_not_mix_queries_either():
