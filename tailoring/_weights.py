@@ -18,11 +18,11 @@ from ._adapt import Adapter, Evaluate, Site, Sited, sited
 from ._bound import Bound
 from ._copies import call_with_copies
 from ._inner import NoGradientError, differentiate, gradients
-from ._kernels import plain_kernels
+from ._kernels import all_modules, plain_kernels
 from ._layers import TAPPED, Use, rule_for
 from ._places import apart_if_tied, by_rule, site_of, with_rows
-from ._recurrent import Unrolled
-from ._sites import Around, At, Reading, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
+from ._recurrent import Unrolled, is_patched
+from ._sites import Around, At, Reading, alone, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps
 from ._trees import count_rows, map_tensors, model_call, tensors
@@ -56,8 +56,10 @@ class Weights(Adapter):
 
     def depends_on(self, model: nn.Module) -> Any:
         """Which weights are the same, and which layers run something of their own."""
-        patched = [id(module.__dict__["forward"]) for module in model.modules() if "forward" in module.__dict__]
-        return *map(id, model.parameters()), *patched
+        modules = all_modules(model)
+        with alone():  # else a layer that another thread adapts just now would look like one that was patched
+            patched = [id(module.__dict__["forward"]) for module in modules if is_patched(module)]
+        return *(id(p) for module in modules for p in module._parameters.values()), *patched
 
     def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
         named = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -428,6 +429,16 @@ def test_a_weight_that_is_tied_later_is_noticed():
     model(queries())
     net[2].weight = net[0].weight
     torch.testing.assert_close(model(queries()), Tailored(net, drift, adapt=Weights(how="loop"), steps=2, lr=0.1)(queries()))
+
+
+def test_threads_do_not_look_like_patches():
+    """A layer has a stand-in while another thread adapts it."""
+    model = Tailored(mlp(), lambda m, x: (time.sleep(0.002), drift(m, x))[1], adapt=Weights(), steps=2, lr=0.1)
+    expected = model(queries())
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: model(queries()), range(12)):
+            torch.testing.assert_close(found, expected)
+    assert len(model._places) == 2  # of this input, and of compiled code
 
 
 def test_a_patched_layer_is_noticed():
