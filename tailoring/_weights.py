@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -11,23 +10,21 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _states as states
-from ._adapt import Adapter, Evaluate, Site, Sited, sited
+from ._adapt import Adapter, Evaluate, Site, Sited
 from ._bound import Bound
 from ._copies import call_with_copies
-from ._inner import NoGradientError, differentiate, gradients
-from ._kernels import all_modules, plain_kernels
+from ._inner import differentiate, gradients
+from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
 from ._places import apart_if_tied, by_rule, site_of, with_rows
 from ._recurrent import Unrolled, is_patched
-from ._sites import Around, At, Reading, alone, check_at, describe, first_and_another, intercepted, matching, refuse_disorder, watch
+from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps
-from ._trees import count_rows, map_tensors, model_call, tensors
-
-_LARGEST_COPY = 1 << 28  # numbers: 2 GiB in double precision
+from ._trees import count_rows, map_tensors
+from ._trial import doubt
 
 
 class Weights(Adapter):
@@ -72,69 +69,11 @@ class Weights(Adapter):
             return whole
         sites = with_rows(apart_if_tied(by_rule(model, chosen)), seen)
         refuse_disorder(s for s in seen if s.name in {site.module for site in sites})
-        doubt = None if _is_whole(sites) else self._doubt(model, sites, whole, x)
-        if doubt is None:
+        reason = None if _is_whole(sites) else doubt(model, (self, sites), (Weights(how="loop"), whole), x)
+        if reason is None:
             return sites
-        warnings.warn(f"Weights runs all of this model under torch.func.vmap, exactly but slowly: {doubt}", stacklevel=2)
+        warnings.warn(f"Weights runs all of this model under torch.func.vmap, exactly but slowly: {reason}", stacklevel=2)
         return whole
-
-    def _doubt(self, model: nn.Module, sites: tuple[Site, ...], whole: tuple[Site, ...], x: Any) -> str | None:
-        """Why the rules cannot be used, if they cannot.
-
-        It is asked of a copy in double precision: rounded otherwise (as by TF32, bfloat16, or a GPU's fast convolutions), units near 0 fall
-        on the other side, and gradients of a deep network differ by percents, at 110 layers by as much as they are. What is tied by a
-        closure is not tied in a copy, but read from the model itself: then the copy proves nothing, and the model is asked, less exactly.
-        """
-        if sum(p.numel() for p in model.parameters()) <= _LARGEST_COPY:
-            rules, copies = (
-                tuple(replace(s, dtype=torch.promote_types(s.dtype, torch.float64)) for s in group) for group in (sites, whole)
-            )
-            try:
-                doubled = copy.deepcopy(model).double()
-                with _Reads(model) as reads:
-                    doubt = self._trial(doubled, rules, copies, map_tensors(lambda t: t.double() if t.is_floating_point() else t, x), 1e-4)
-                if not reads.any:
-                    return doubt
-            except Exception:  # a model that cannot be copied, or insists on its precision
-                pass
-        return self._trial(model, sites, whole, x, 2e-2)
-
-    def _trial(self, model: nn.Module, sites: tuple[Site, ...], whole: tuple[Site, ...], x: Any, share: float) -> str | None:
-        """Why not: the rules must answer two queries as the model does, with autograd's gradients, up to a `share` of each."""
-        args, kwargs = model_call(first_and_another(x))
-
-        def total(out: Any) -> Tensor:
-            """Of all answers, each of which counts the same, whatever its unit."""
-            parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors(out) if t.is_floating_point() or t.is_complex()]
-            parts = [t.double() / t.detach().double().abs().max().clamp(min=1e-300) for t in parts if t.numel()]
-            return sum((t.sin().sum() for t in parts), torch.zeros((), dtype=torch.float64))
-
-        def by(sites: tuple[Site, ...], adapter: Weights, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
-            def evaluate(state: State, taps: Taps | None = None) -> Tensor:
-                return total(adapter.call(sited(model, sites), state, Reading(), args, kwargs, taps)).unsqueeze(0)
-
-            state = adapter.init(model, sites, rows, tensors((args, kwargs))[0].device)
-            values, grads = adapter.gradient(evaluate, sites, state, (0, 1), False)
-            shapes = {s.key: s.shape for s in sites}
-            return values.detach(), {name: states.dense(entry, shapes[name]).sum(0) for name, entry in grads.items()}
-
-        with plain_kernels(model, graph=True):
-            try:
-                expected, gradient = by(whole, Weights(how="loop"), 1)
-            except NoGradientError:  # so there is nothing to compare
-                return None
-            try:
-                answer, ours = by(sites, self, 2)
-            except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-                return f"its layers cannot be adapted one by one ({error})"
-        if not all(bool(t.isfinite().all()) for t in (expected, *gradient.values())):
-            return "its answer to a trial input is not finite, which tells nothing of its layers"
-        if not torch.allclose(answer, expected, rtol=share):
-            return "a layer does not compute what its type says"
-        sizes = {name: float(g.abs().max()) for name, g in gradient.items() if g.numel()}
-        least = 1e-4 * max(sizes.values(), default=0.0)  # what is smaller may be rounding
-        wrong = [name for name, size in sizes.items() if float((ours[name] - gradient[name]).abs().max()) > share * max(size, least)]
-        return f"{wrong[0]!r} is used elsewhere than in the call of its module" if wrong else None
 
     def bind(self, model: Bound, x: Any) -> Bound:
         return _OwnWeights.of(model)
@@ -290,19 +229,6 @@ class _OwnWeights(Bound):
 
     def _below(self, name: str, module: nn.Module) -> Bound:
         return _OwnWeights.of(super()._below(name, module))
-
-
-class _Reads(TorchDispatchMode):
-    """Whether `any` operation within the block is given parameters or buffers of the model, or views of them."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.storages = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        self.any = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.any = self.any or any(t.untyped_storage()._cdata in self.storages for t in tensors((args, kwargs)))
-        return func(*args, **(kwargs or {}))
 
 
 def _is_whole(sites: tuple[Site, ...]) -> bool:

@@ -46,6 +46,7 @@ ROOMS = [
 ROOMS += [
     "_layers",
     "_places",
+    "_trial",
     "_weights",
     "_learned",
     "_reuse",
