@@ -98,6 +98,18 @@ def test_growth_is_drawn_for_each_device(depths, tmp_path):
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"cpu.png", "nvidia-h200.png"}
 
 
+def test_runs_are_also_waited_for_one_by_one(monkeypatch, capsys):
+    """As on CUDA, where a run returns before it is done."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    measure, done = importlib.import_module("_measure"), []
+    times = measure._waited(lambda: done.append("run"), lambda: done.append("wait"), 0.01)
+    assert done == ["run", "wait"] * len(times)
+    assert 1 <= len(times) <= 1000
+    row = {"name": "a case", "seconds": 1e-3, "waited": 2e-3, "peak_bytes": None}
+    measure._tell(row, {}, "another", 4e-3)
+    assert "1 ms (2 waited for)" in capsys.readouterr().out
+
+
 ON_THE_H200 = [  # the lines of the table in docs/performance.md: program, setting, case, against
     *(("smoothing", "resnet18", "high", case, "plain compiled") for case in ("tailored compiled", "tailored")),
     *(("smoothing", "resnet18", "high", f"last {part} compiled", "plain compiled") for part in ("half", "quarter", "block")),

@@ -55,7 +55,8 @@ class Smoothed:
 
     def predict(self, x: Tensor, n: int = 1000, alpha: float = 0.001, *, seeds: Sequence[int] | None = None) -> Tensor:
         """The smoothed class of each query, (queries,), wrong with probability alpha at most; -1 where the votes do not tell."""
-        self._check(x, alpha, seeds, n)
+        _check(x, alpha, seeds, n)
+        _refuse_training_mode(self.classifier)
         labels = []
         for query, seed in zip(x, _seeds(x, seeds), strict=True):
             (first, second), (label, _) = (part.tolist() for part in self.votes(query, n, seed, phase=2).topk(2))
@@ -67,7 +68,8 @@ class Smoothed:
         self, x: Tensor, n0: int = 100, n: int = 100_000, alpha: float = 0.001, *, seeds: Sequence[int] | None = None
     ) -> Certificates:
         """Guess each query's class from n0 samples, bound its probability from n others, abstain below one half."""
-        self._check(x, alpha, seeds, n0, n)
+        _check(x, alpha, seeds, n0, n)
+        _refuse_training_mode(self.classifier)
         labels, votes = [], []
         for query, seed in zip(x, _seeds(x, seeds), strict=True):
             labels.append(self.votes(query, n0, seed, phase=0).argmax())
@@ -99,14 +101,6 @@ class Smoothed:
         assert counts is not None
         return counts
 
-    def _check(self, x: Tensor, alpha: float, seeds: Sequence[int] | None, *samples: int) -> None:
-        _check(x, alpha, seeds, *samples)
-        if isinstance(self.classifier, nn.Module):
-            for name, module in self.classifier.named_modules():
-                if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd):
-                    here = f"{name or 'the classifier'} ({type(module).__name__})"
-                    raise ValueError(f"{here} is in training mode: an answer would depend on other samples or on chance; call eval() first")
-
 
 def lower_bound(votes: Tensor, n: int, alpha: float) -> Tensor:
     """Clopper and Pearson's one-sided bound: the smallest p that gives so many of n votes, or more, with probability alpha. float64."""
@@ -137,3 +131,10 @@ def _check(x: Tensor, alpha: float, seeds: Sequence[int] | None, *samples: int) 
         raise ValueError("there is no query to answer")
     if seeds is not None and len(seeds) != len(x):
         raise ValueError(f"there are {len(seeds)} seeds for {len(x)} queries")
+
+
+def _refuse_training_mode(classifier: Callable[[Tensor], Tensor]) -> None:
+    for name, module in classifier.named_modules() if isinstance(classifier, nn.Module) else ():
+        if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd):
+            here = f"{name or 'the classifier'} ({type(module).__name__})"
+            raise ValueError(f"{here} is in training mode: an answer would depend on other samples or on chance; call eval() first")
