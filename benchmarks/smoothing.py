@@ -14,6 +14,7 @@ from _work import resnet, without_gradients
 from torch import nn
 
 from tailoring import CN, Tailored
+from tailoring.experiments.certify import SEARCHED
 from tailoring.losses import Smooth, input_of
 from tailoring.nn import BasicBlock
 
@@ -28,13 +29,13 @@ def cases(o: Options) -> Cases:
 
         return without_gradients(run)
 
-    def plain(compile: bool = True, mode: str = "reduce-overhead") -> Run:
+    def plain(compile: bool = True, **options: object) -> Run:
         net = resnet(o.networks, o.device)
         if compile:
-            net.compile(dynamic=False, mode=mode if o.device == "cuda" else "default")
+            net.compile(dynamic=False, options=options | {"triton.cudagraphs": o.device == "cuda"})
         return in_bf16(net)
 
-    def tailored(last: float = 1.0, compile: bool | dict[str, str] = True) -> Run:
+    def tailored(last: float = 1.0, compile: bool | dict[str, object] = True) -> Run:
         net = resnet(o.networks, o.device)
         blocks = [name for name, module in net.named_modules() if isinstance(module, BasicBlock)]
         chosen = blocks[len(blocks) - max(1, round(last * len(blocks))) :]
@@ -42,8 +43,8 @@ def cases(o: Options) -> Cases:
         return in_bf16(model.eval())
 
     autotuned: Cases = {
-        "plain autotuned": lambda: plain(mode="max-autotune"),
-        "tailored autotuned": lambda: tailored(compile={"mode": "max-autotune"}),
+        "plain autotuned": lambda: plain(**SEARCHED),
+        "tailored autotuned": lambda: tailored(compile={"options": SEARCHED}),
     }
     return {
         "plain compiled": plain,

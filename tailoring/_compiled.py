@@ -20,6 +20,7 @@ _MOST_PADDING = 4  # a batch may be filled up to so many times its size, before 
 _PROGRAMS = 64  # of one model; dynamo's own limit is 8
 _REALIZED = {"realize_reads_threshold": 3}  # what several read is written down sooner: states reread what made them at every step
 _LIBRARIES = re.compile(r"G\['__import_(torch|tailoring)(_dot_|'\])|G\['__builtins_|__import__\('torch'\)")
+_SEARCHES = ("max_autotune", "max_autotune_gemm")  # the options with which Inductor looks for the fastest kernels
 _RECORDED = {None, "reduce-overhead", "max-autotune"}  # the modes of torch.compile with CUDA graphs
 
 
@@ -92,7 +93,8 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
     if "backend" in given:
         return dict(given)
     mode = given.get("mode")
-    options = {**_of_mode(mode), **_REALIZED, **merging(), **given.get("options", {})}
+    asked = {**_of_mode(mode), **given.get("options", {})}
+    options = {**_REALIZED, **merging(searches=any(map(asked.get, _SEARCHES))), **asked}
     guards = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
     rest = {name: value for name, value in given.items() if name not in ("mode", "options")}
     graphs = options.pop("triton.cudagraphs", mode in _RECORDED)

@@ -152,7 +152,7 @@ def cifar(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("flags", "options"), [((), {}), (("--autotune",), {"mode": "max-autotune"})])
+@pytest.mark.parametrize(("flags", "options"), [((), {}), (("--autotune",), {"options": certify.SEARCHED})])
 def test_kernels_are_searched_for_when_asked(made, tmp_path, monkeypatch, flags, options):
     asked = []
     monkeypatch.setattr(Tailored, "forward", lambda model, x: asked.append(model.compile_options) or model.net(x))

@@ -17,7 +17,8 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tailoring import CN, Inputs, Tailored, Weights, _compiled, _reuse, baselines, losses
+from tailoring import CN, Inputs, Tailored, Weights, _compiled, _merge, _reuse, baselines, losses
+from tailoring._flipped import flip_gradients
 from tailoring._layouts import turn_weights
 from tailoring._merge import merge_repeats
 from tailoring._recorded import Recorded
@@ -283,6 +284,74 @@ def test_weights_that_are_multiplied_by_often_are_turned_once(steps, width, turn
     torch.testing.assert_close(made(x, w), function(x, w))
     layouts = [node.meta["val"].stride() for node in seconds[:-1]]
     assert set(layouts) == {(1, width) if turned else (width, 1)}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "settings", "flipped"),
+    [
+        ((5, 4, 3, 3), {"padding": 1}, True),
+        ((5, 4, 3, 1), {}, True),
+        ((5, 4, 4, 3), {"padding": (0, 2)}, True),
+        ((5, 4, 3, 3), {"padding": 1, "stride": 2}, False),
+        ((5, 4, 3, 3), {"padding": 1, "dilation": 2}, False),
+        ((4, 2, 3, 3), {"padding": 1, "groups": 2}, False),
+        ((5, 4, 1, 1), {"padding": 1}, False),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_in_inputs_are_convolutions_where_kernels_are_searched_for(kernel, settings, flipped, layout):
+    def function(x, w):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(nn.functional.conv2d(x, w, **settings).sin().sum(), x)[0]
+
+    x, w = torch.randn(2, 4, 7, 6).contiguous(memory_format=layout), torch.randn(kernel).contiguous(memory_format=layout)
+    made = make_fx(function, tracing_mode="fake")(x, w)
+    flip_gradients(made.graph)
+    made.recompile()
+    left = [node for node in made.graph.nodes if node.target is torch.ops.aten.convolution_backward.default]
+    assert len(left) == (not flipped)
+    torch.testing.assert_close(made(x, w), function(x, w))
+
+
+def test_a_convolution_that_is_asked_for_its_weights_gradient_too_is_left_alone():
+    def function(x, w):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(nn.functional.conv2d(x, w, padding=1).sin().sum(), (x, w))
+
+    x, w = torch.randn(2, 4, 7, 6), torch.randn(5, 4, 3, 3)
+    made = make_fx(function, tracing_mode="fake")(x, w)
+    flip_gradients(made.graph)
+    made.recompile()
+    torch.testing.assert_close(made(x, w), function(x, w))
+
+
+def test_a_tailored_network_whose_kernels_are_searched_for(monkeypatch):
+    left = []
+
+    def gradients(graph: fx.Graph) -> int:
+        return sum(node.target is torch.ops.aten.convolution_backward.default for node in graph.nodes)
+
+    def watched(graph: fx.Graph) -> None:
+        left.append(gradients(graph))
+        flip_gradients(graph)
+        left.append(gradients(graph))
+
+    monkeypatch.setattr(_merge, "flip_gradients", watched)
+    options = {"max_autotune_gemm": True, "fx_graph_cache": False}  # a program from the cache would skip the passes
+    net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()) for _ in range(3)), nn.Flatten())
+    model = Tailored(net, drift, adapt=CN("0", "1"), steps=2, lr=1e-2, compile={"options": options})
+    x = torch.randn(4, 3, 5, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.replace(compile=False)(x))
+    assert left == [4, 0]
+
+
+@pytest.mark.parametrize(("given", "searches"), [({}, 0), ({"mode": "max-autotune"}, 1), ({"options": {"max_autotune_gemm": True}}, 1)])
+def test_only_a_search_for_kernels_flips_gradients(monkeypatch, given, searches):
+    seen = []
+    monkeypatch.setattr(_merge, "flip_gradients", lambda graph: seen.append(graph))
+    _compiled._options(torch.device("cpu"), given, lambda: [])["options"]["post_grad_custom_pre_pass"](fx.Graph())
+    assert len(seen) == searches
 
 
 def test_random_numbers_are_drawn_anew_each_time():

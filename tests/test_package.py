@@ -36,6 +36,7 @@ ROOMS = [
     "_inner",
     "_bound",
     "_layouts",
+    "_flipped",
     "_merge",
     "_recorded",
     "_compiled",

@@ -20,6 +20,7 @@ from ._report import Table
 from ._rows import Row, Rows, read_folder
 
 Progress = Callable[[str, int, int], None]
+SEARCHED = {"max_autotune_gemm": True, "benchmark_epilogue_fusion": False}  # the fastest products and convolutions, each by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Config(Tailoring):
     compile: bool = False
     """torch.compile the classifier, CUDA graphs included"""
     autotune: bool = False
-    """with --compile, search for the fastest kernels, which takes minutes more"""
+    """with --compile, search for the fastest kernels of convolutions and products, which takes longer"""
     engine: Literal["local", "ray"] = "local"
     """ray: spread the images over a cluster, each on whichever worker is free, again if its worker dies"""
     address: str | None = None
@@ -134,11 +135,11 @@ def _classifier(config: Config, state: dict[str, Any]) -> nn.Module:
     load_weights(net, state)
     device = _device(config)
     net = net.eval().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    tuned = {"mode": "max-autotune"} if config.compile and config.autotune else None
+    options = SEARCHED if config.autotune else {}
     if config.tailor:
-        return tailored(net, config, compile=tuned or config.compile).eval()
+        return tailored(net, config, compile={"options": options} if config.compile and options else config.compile).eval()
     if config.compile:
-        net.compile(dynamic=False, **(tuned or {"mode": "reduce-overhead" if device.type == "cuda" else None}))
+        net.compile(dynamic=False, options=options | {"triton.cudagraphs": device.type == "cuda"})
     return net
 
 
