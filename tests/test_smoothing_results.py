@@ -236,6 +236,11 @@ def test_the_settings_of_the_search_do_what_they_say():
     assert all(tailored(net, inner, backprop=inner.backprop) for inner in regimes(Inner()).values())
 
 
+def test_a_regime_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no regime matches 'lr 7'; there are: paper's, lr 1, "):
+        list(plan(tiny(tmp_path, regimes=("logits", "lr 7"), extras=("regimes",))))
+
+
 # A whole, tiny run
 
 

@@ -144,7 +144,7 @@ def quick() -> Config:
         lrs=(0.1, 1.0),
         validation_images=20,
         validation_n=100,
-        regimes=("normalised 1", "logits", "last block's weights"),
+        regimes=("normalised 0.1", "logits", "last block's weights"),
         regime_epochs=1,
         certify_batch=200,
         accelerator="cpu",

@@ -72,25 +72,26 @@ def outer_sigma(sigma: float, nu: float) -> float:
 
 
 def regimes(paper: Inner) -> dict[str, Inner]:
-    """Settings in which the step may help where the paper's does not, each a change of one thing (or what that needs)."""
+    """Settings in which the step may help where the paper's does not, each a change of one thing (or what that needs).
+
+    Their step sizes move a trained ResNet-110's logits by 3 to 20 % (the paper's by 3 %); ten times that ruins them, as "lr 10" shows.
+    """
     return {
         "paper's": paper,
         "lr 1": replace(paper, lr=1.0),
         "lr 10": replace(paper, lr=10.0),
-        "lr 100": replace(paper, lr=100.0),
-        "normalised 0.3": replace(paper, lr=0.3, normalised=True),
-        "normalised 1": replace(paper, lr=1.0, normalised=True),
-        "normalised 3": replace(paper, lr=3.0, normalised=True),
-        "second order": replace(paper, lr=10.0, backprop="all"),
-        "second order, normalised 1": replace(paper, lr=1.0, normalised=True, backprop="all"),
-        "3 steps": replace(paper, lr=10.0, steps=3),
-        "4 views": replace(paper, lr=10.0, views=4),
-        "logits": replace(paper, lr=1.0, features="logits"),
+        "normalised 0.03": replace(paper, lr=0.03, normalised=True),
+        "normalised 0.1": replace(paper, lr=0.1, normalised=True),
+        "second order": replace(paper, lr=1.0, backprop="all"),
+        "second order, normalised 0.03": replace(paper, lr=0.03, normalised=True, backprop="all"),
+        "3 steps": replace(paper, lr=0.3, steps=3),
+        "4 views": replace(paper, lr=0.3, views=4),
+        "logits": replace(paper, features="logits"),
         "middle features": replace(paper, lr=1.0, features="middle", where="lower"),
-        "lower blocks": replace(paper, lr=10.0, where="lower"),
-        "upper blocks": replace(paper, lr=10.0, where="upper"),
-        "nu 0.3": replace(paper, lr=10.0, nu=0.3),
-        "last block's weights": replace(paper, lr=0.1, adapt="weights"),
+        "lower blocks": replace(paper, lr=0.3, where="lower"),
+        "upper blocks": replace(paper, lr=1.0, where="upper"),
+        "nu 0.3": replace(paper, nu=0.3),
+        "last block's weights": replace(paper, lr=10.0, adapt="weights"),
     }
 
 
@@ -171,7 +172,11 @@ def _search(config: Config, sigma: float) -> Iterator[Certification]:
 
 def _regimes(config: Config, sigma: float) -> Iterator[Certification]:
     """Each setting with tailoring alone and with meta-tailoring, beside its own zero steps."""
-    for name, inner in regimes(config.inner).items():
+    known = regimes(config.inner)
+    for pattern in config.regimes:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise ValueError(f"no regime matches {pattern!r}; there are: {', '.join(known)}")
+    for name, inner in known.items():
         if not any(fnmatchcase(name, pattern) for pattern in config.regimes) or inner.nu >= sigma:
             continue
         if inner.backprop == "none":  # without training, its order does not matter
