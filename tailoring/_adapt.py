@@ -171,7 +171,9 @@ class CN(Adapter):
         gamma: Any = state[f"{site.key}.gamma"]
         beta: Any = state[f"{site.key}.beta"]
         if site.rows == 0 and out.shape == gamma.shape and out.dtype == gamma.dtype:  # as nearly always
-            return gamma * out + beta
+            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return gamma * out + beta
+            return torch.addcmul(beta, gamma, out)  # one operation, but a derivative of more; and compiled passes must be alike to merge
         assert site.rows is not None
         rows = out.shape[site.rows]
         copies = copies_per_query(rows, gamma.shape[0], f"output of {site.module!r}")
