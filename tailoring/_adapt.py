@@ -82,6 +82,12 @@ class Adapter:
     learned_start = False
     plain_kernels = False  # cannot do with fused kernels even at first order
     outer_products = False  # its states are not all tensors
+    constant_start = False  # `init` makes the same numbers, whatever the model's weights are; whoever brings an `init` says so anew
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "init" in cls.__dict__ and "constant_start" not in cls.__dict__:
+            cls.constant_start = False
 
     def depends_on(self, model: nn.Module) -> Any:
         """What the sites depend on besides the model's modules and the shapes of its input; to be compared."""
@@ -136,6 +142,8 @@ class CN(Adapter):
     the dimension of the channels where it cannot be told from the layers around (a 3-dimensional output of unknown origin).
     """
 
+    constant_start = True
+
     def __init__(self, *at: At, learned_start: bool = False, channels: int | None = None):
         self.at, self.learned_start, self.channels = check_at(at), learned_start, channels
 
@@ -171,7 +179,9 @@ class CN(Adapter):
         gamma: Any = state[f"{site.key}.gamma"]
         beta: Any = state[f"{site.key}.beta"]
         if site.rows == 0 and out.shape == gamma.shape and out.dtype == gamma.dtype:  # as nearly always
-            return gamma * out + beta
+            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return gamma * out + beta
+            return torch.addcmul(beta, gamma, out)  # one operation, but a derivative of more; and compiled passes must be alike to merge
         assert site.rows is not None
         rows = out.shape[site.rows]
         copies = copies_per_query(rows, gamma.shape[0], f"output of {site.module!r}")
@@ -186,6 +196,8 @@ class Shift(Adapter):
 
     The offset has the shape of the output for one query; several rows of a query (augmented views) share it.
     """
+
+    constant_start = True
 
     def __init__(self, at: At, *, learned_start: bool = False):
         self.at, self.learned_start = check_at((at,)), learned_start

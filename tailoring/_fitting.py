@@ -16,7 +16,7 @@ from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
 from ._kernels import Structure, may_look, plain_kernels
 from ._learned import OwnNames
 from ._recompute import recomputed
-from ._records import Batch, Fit, Trace, all_finite, better, finite_rows, rows_where
+from ._records import Batch, Fit, Starts, Trace, all_finite, better, finite_rows, rows_where
 from ._reuse import Reuse
 from ._rules import Descent, Rule
 from ._sites import WHOLE, Reading
@@ -38,6 +38,7 @@ class Fitting(OwnNames):
     keep: Keep
     stop: float | None
     chunk: int | None
+    _starts: Starts
 
     @property
     def _is_plain(self) -> bool:
@@ -131,10 +132,14 @@ class Fitting(OwnNames):
 
     def _fitted(self, batch: Batch) -> State:
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
-        if self._is_plain and not self.adapt.outer_products and first_order and may_look() and isinstance(self.rule, Descent):
-            start = self._identity(batch, self.adapt.rows(batch.queries)) if batch.start is None else batch.start
+        plain = self.steps > 0 and self._is_plain and not self.adapt.outer_products
+        if plain and first_order and may_look() and isinstance(self.rule, Descent):
+            kept = batch.start if batch.start is not None else self._starts.kept_for(batch)
+            start = self._identity(batch, self.adapt.rows(batch.queries)) if kept is None else kept
             state = hurry(functools.partial(self._gradient, batch), start, self.rule.rate, self.steps)
             if state is not None:
+                if kept is None and self.adapt.constant_start and not self.tailoring.wants_start:
+                    self._starts.keep(batch, start)
                 return state
         return self._fit(batch).state
 

@@ -104,42 +104,35 @@ def hurry(gradient: Gradient, state: State, rate: Callable[[str, int], Any], ste
     stays so, and a loss that is not finite stays so in the sum, hence one look in the end will do.
     """
 
-    def watched(state: State, rows: Tensor | None, step: int, graph: bool) -> tuple[Tensor, State]:
+    seen: list[Tensor] = []
+    for step in range(steps):
         try:
-            return gradient(state, rows, step, graph)
-        except Exception as error:
+            values, state = _step_blindly(gradient, state, rate, step)
+        except Exception:
             if bool(states.finite(state).all()):
                 raise
-            raise _Astray from error  # a loss may refuse what is not finite: the parameters of a distribution
-
-    try:
-        state, seen = _descend_blindly(watched, state, rate, steps)
-    except _Astray:
-        return None
+            return None  # a loss may refuse what is not finite: the parameters of a distribution
+        seen.append(values)
     return state if states.all_finite([*seen, *state.values()]) else None
-
-
-class _Astray(Exception):  # noqa: N818 - no error of the caller's: the careful loop will not go there
-    """The loop has gone where a number is not finite."""
 
 
 def hurry_by_row(gradient: Gradient, state: State, rate: Callable[[str, int], Any], steps: int) -> tuple[State, Tensor]:
     """The same for code that cannot look: the state, and the rows of it in which all went well, as `descend` would have found them."""
-    state, seen = _descend_blindly(gradient, state, rate, steps)
+    seen: list[Tensor] = []
+    for step in range(steps):
+        values, state = _step_blindly(gradient, state, rate, step)
+        seen.append(values)
     fine = states.finite(state)
     for values in seen:
         fine = fine & values.isfinite()
     return state, fine
 
 
-def _descend_blindly(gradient: Gradient, state: State, rate: Callable[[str, int], Any], steps: int) -> tuple[State, list[Tensor]]:
-    """The state after all steps, and the losses before each."""
-    seen: list[Tensor] = []
-    for step in range(steps):
-        values, grads = gradient(state, None, step, False)
-        state = {name: _moved(entry, grads[name], rate(name, step)) for name, entry in state.items()}
-        seen.append(values.detach())  # with its graph, all that the weights below the first site would need stays
-    return state, seen
+def _step_blindly(gradient: Gradient, state: State, rate: Callable[[str, int], Any], step: int) -> tuple[Tensor, State]:
+    """The losses before the step, and the state after it."""
+    values, grads = gradient(state, None, step, False)
+    state = {name: _moved(entry, grads[name], rate(name, step)) for name, entry in state.items()}
+    return values.detach(), state  # with their graph, all that the weights below the first site would need stays
 
 
 def _moved(entry: Entry, grad: Entry, rate: Any) -> Entry:

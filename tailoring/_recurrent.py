@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
+Replaced = list[tuple[nn.Module, Any]]  # modules, each with the `forward` that the instance had before, or None
 
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Any]:
-    """Shadow the module's `forward` on the instance; what is returned takes that back."""
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    if own is None:
-        return functools.partial(module.__dict__.pop, "forward", None)
-    return functools.partial(module.__dict__.__setitem__, "forward", own)
+
+def restore_forwards(replaced: Replaced) -> None:
+    """Take back what has been put in the place of their `forward` on the instances, the last first."""
+    while replaced:
+        module, own = replaced.pop()
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = own
 
 
 NEEDS_TRACEABLE = TorchVersion(torch.__version__) < "2.13"
@@ -45,10 +48,13 @@ def is_patched(module: nn.Module) -> bool:
 @contextmanager
 def unrolled_layers(model: nn.Module) -> Iterator[None]:
     """Within the block, the model's RNN, GRU and LSTM layers compute step by step."""
+    replaced: Replaced = []
     with ExitStack() as stack:
+        stack.callback(restore_forwards, replaced)
         for layer in model.modules():
             if isinstance(layer, nn.RNNBase):
-                stack.callback(replaced_forward(layer, Unrolled(layer)))
+                replaced.append((layer, layer.__dict__.get("forward")))
+                layer.__dict__["forward"] = Unrolled(layer)
         yield
 
 

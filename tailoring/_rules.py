@@ -77,8 +77,12 @@ class Descent:
     @property
     def is_plain(self) -> bool:
         """Whether a step is -lr * grad, the lr being numbers."""
+        if self.momentum or self.clip or self.proximal:
+            return False
+        if type(self.lr) is float:  # as nearly always, and to ask whether it is a mapping takes its time
+            return True
         rates = self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]
-        return not (self.momentum or self.clip or self.proximal or any(isinstance(rate, Tensor) for rate in rates))
+        return not any(isinstance(rate, Tensor) for rate in rates)
 
     def rate(self, name: str, step: int) -> float | Tensor:
         """The step size of one tensor of the state at one step."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ._kernels import plain_kernels
-from ._recurrent import replaced_forward
+from ._recurrent import Replaced, restore_forwards
 from ._trees import Call, first_tensor, map_tensors, model_call, tensors
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
@@ -46,24 +46,26 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
 
     def __init__(self, arounds: Iterable[tuple[nn.Module, Around]]):
         self.arounds = arounds
-        self.undo: list[Callable[[], Any]] = []
-        self.alone = not torch.compiler.is_compiling()
+        self.replaced: Replaced = []
+        self.owner: int | None = None
 
     def __enter__(self) -> None:
-        if self.alone:
+        owner = None
+        if not torch.compiler.is_compiling():
             ADAPTING.acquire()
-        owner = get_ident() if self.alone else None
+            owner = self.owner = get_ident()
         try:
             for module, around in self.arounds:
-                self.undo.append(replaced_forward(module, _shadow(module, around, owner)))
+                shadow = _shadow(module, around, owner)
+                self.replaced.append((module, module.__dict__.get("forward")))
+                module.__dict__["forward"] = shadow
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: Any) -> None:
-        while self.undo:
-            self.undo.pop()()
-        if self.alone:
+        restore_forwards(self.replaced)
+        if self.owner is not None:
             ADAPTING.release()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ._kernels import may_look
 
 START, ZERO = -1, -2  # the keys of the blocks that a state starts with, and of a zero
-_FEW = 1 << 16  # numbers that are copied side by side in less time than is spent on another operation
+_FEW = 1 << 16  # numbers that are copied side by side in less time than is spent on another operation, and kept for little
 
 
 Key = int | tuple[str, "Key"]
@@ -235,11 +235,15 @@ def finite(state: State) -> Tensor:
 
 def all_finite(numbers: list[Any]) -> bool:
     """Whether all of them are: surely so if it says so, since a sum or a norm may overflow."""
-    if sum(map(Tensor.numel, numbers)) <= _FEW:
+    if is_small(numbers):
         flat = _flatten_dense_tensors(numbers)
         return cmath.isfinite(flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).item())
     with torch.no_grad():
         return math.isfinite(torch.stack(torch._foreach_norm(numbers)).sum().item())  # pyright: ignore[reportPrivateImportUsage]
+
+
+def is_small(numbers: Iterable[Any]) -> bool:
+    return sum(map(Tensor.numel, numbers)) <= _FEW
 
 
 def square_norms(state: State) -> Tensor:

@@ -16,7 +16,7 @@ from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep
 from ._kernels import Structure, may_look, precision_of, structure_of
 from ._learned import Learned
-from ._records import Batch, Places, Trace, all_finite, leaves_inference_mode
+from ._records import Batch, Places, Starts, Trace, all_finite, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Reuse, find_prefix, held_by, multiplications, worth_keeping
 from ._rules import LBFGS, Descent, Functional, Rates
@@ -100,6 +100,7 @@ class Tailored(Fitting):
         self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self.register_load_state_dict_post_hook(_take_rates)
         self._places: dict[Any, Places] = {}
+        self._starts = Starts()
         self._structure: Structure | None = None
         self._loss_structure: Structure | None = None
         self._prepared = False
@@ -197,7 +198,8 @@ class Tailored(Fitting):
         return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None, "_structure": None, "_loss_structure": None}  # of this process, and these very modules
+        of_this_process = {"_compiled": None, "_structure": None, "_loss_structure": None, "_starts": Starts()}  # and of these very modules
+        return self.__dict__ | of_this_process
 
     def _compiled_answer(self, x: Any) -> tuple[Any, bool]:
         """The answers, and whether the program has already seen to those that fail."""
@@ -301,7 +303,8 @@ class Tailored(Fitting):
 
     def _key(self, x: Any, structure: Structure) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision; and the adapter."""
-        precision = precision_of(structure), self.net.training, self.adapt, self.adapt.depends_on(self.net)
+        net = self.net
+        precision = precision_of(structure), net.training, self.adapt, self.adapt.depends_on(net)
         if isinstance(x, Tensor):
             return precision, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)

@@ -11,7 +11,7 @@ from torch import nn
 from tailoring import CN, LBFGS, Descent, Shift, Tailored, Weights, outer_losses
 from tailoring import _states as states
 from tailoring._inner import hurry
-from tailoring.baselines import Output
+from tailoring.baselines import Output, Shared
 
 
 def model(**options) -> Tailored:
@@ -386,6 +386,81 @@ def test_an_error_of_the_loss_is_raised_at_once():
     with pytest.raises(ValueError, match="my own mistake"):
         model(x)
     assert calls == [0, 1]
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Shift("2"), Weights(how="vmap"), Shared(CN(nn.Tanh))])
+def test_what_a_call_starts_from_is_kept_for_the_next_one_and_comes_to_the_same(adapt, grads):
+    kept, x = model(adapt=adapt), queries()
+    with torch.set_grad_enabled(grads):
+        for batch in (x, 2 * x, x[:2], x[:1], x):
+            for _ in range(2):
+                fresh, found = model(adapt=adapt).tailor(batch), kept.tailor(batch)
+                assert all(torch.equal(found[name], entry) and not found[name].requires_grad for name, entry in fresh.items())
+                for entry in found.values():
+                    entry.fill_(torch.nan)  # it is the caller's now
+
+
+def test_a_start_that_is_handed_on_or_learned_is_nobody_elses():
+    x = queries()
+    untailored, learned = model(steps=0), model(adapt=CN(nn.Tanh, learned_start=True)).prepare(x)
+    for _ in range(2):
+        for state in (untailored.tailor(x), next(iter(model().states(x)))):
+            assert all(bool((entry == ("gamma" in name)).all()) for name, entry in state.items())
+            for entry in state.values():
+                entry.fill_(torch.nan)
+    with torch.no_grad():
+        before = learned(x)
+        for start in learned.tailoring.start.values():
+            start.add_(0.1)
+        assert not torch.allclose(learned(x), before)
+
+
+class FromWeights(CN):
+    """Starts at the mean of a weight, so that what was kept from a call would be wrong after a training step."""
+
+    def init(self, model, sites, queries, device=None):
+        return {name: start + model[0].weight.mean() for name, start in super().init(model, sites, queries, device).items()}
+
+
+def test_a_start_that_depends_on_the_weights_is_not_kept():
+    tailored, x = model(adapt=FromWeights(nn.Tanh)), queries()
+    with torch.no_grad():
+        tailored(x)
+        tailored.net[0].weight.add_(0.1)
+        torch.testing.assert_close(tailored(x), Tailored(tailored.net, drift, adapt=FromWeights(nn.Tanh), steps=3, lr=1e-2)(x))
+
+
+def test_a_loss_may_remember_what_it_saw_at_the_call_before():
+    remembered = []
+
+    def steady(model, x):
+        out = model(x)
+        remembered.append(out)  # with its graph
+        return (out - remembered[-2 if len(remembered) > 1 else -1].detach()).square().sum(1) + drift(model, x)
+
+    def steady_with_graph(model, x):
+        out = model(x)
+        remembered.append(out)
+        return (out - remembered[-2 if len(remembered) > 1 else -1]).square().sum(1) + drift(model, x)
+
+    answers = []
+    for loss in (steady, steady_with_graph):
+        remembered.clear()
+        tailored = model(loss=loss, steps=1)
+        with torch.no_grad():
+            answers.append([tailored(scale * queries()) for scale in (1.0, 1.1, 1.2)])
+    for ours, theirs in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_without_gradients_a_scale_and_shift_come_to_the_same():
+    x = queries()
+    tailored = model()
+    state = tailored.tailor(x)
+    with_gradients = tailored.predict(x, state)
+    with torch.no_grad():
+        torch.testing.assert_close(tailored.predict(x, state), with_gradients.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("count", [10, 100_000])
