@@ -132,15 +132,14 @@ class Fitting(OwnNames):
 
     def _fitted(self, batch: Batch) -> State:
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
-        plain = self.steps > 0 and self._is_plain and not self.adapt.outer_products
-        if plain and first_order and may_look() and isinstance(self.rule, Descent):
+        if self.steps > 0 and self._is_plain and first_order and may_look() and isinstance(self.rule, Descent):
             kept = batch.start if batch.start is not None else self._starts.kept_for(batch)
             start = self._identity(batch, self.adapt.rows(batch.queries)) if kept is None else kept
             state = hurry(functools.partial(self._gradient, batch), start, self.rule.rate, self.steps)
             if state is not None:
                 if kept is None and self.adapt.constant_start and not self.tailoring.wants_start:
                     self._starts.keep(batch, start)
-                return state
+                return compact(state) if self.adapt.outer_products else state
         return self._fit(batch).state
 
     def _rescued(self, batch: Batch) -> Any:

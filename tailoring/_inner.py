@@ -113,7 +113,7 @@ def hurry(gradient: Gradient, state: State, rate: Callable[[str, int], Any], ste
                 raise
             return None  # a loss may refuse what is not finite: the parameters of a distribution
         seen.append(values)
-    return state if states.all_finite([*seen, *state.values()]) else None
+    return state if states.all_finite([*seen, *states.numbers(state)]) else None
 
 
 def hurry_by_row(gradient: Gradient, state: State, rate: Callable[[str, int], Any], steps: int) -> tuple[State, Tensor]:

@@ -233,6 +233,14 @@ def finite(state: State) -> Tensor:
     return torch.stack([t.flatten(1).sum(1, dtype=wide) for t in numbers]).sum(0).isfinite()
 
 
+def numbers(state: State) -> list[Tensor]:
+    """All tensors of the state. (`pytree.tree_leaves` takes ten times as long, which a small step would notice.)"""
+    found: list[Tensor] = []
+    for entry in state.values():
+        found += [t for _, *pair in entry.blocks for t in pair] if isinstance(entry, LowRank) else [entry]
+    return found
+
+
 def all_finite(numbers: list[Any]) -> bool:
     """Whether all of them are: surely so if it says so, since a sum or a norm may overflow."""
     if is_small(numbers):

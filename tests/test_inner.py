@@ -326,6 +326,24 @@ def test_the_hurried_loop_gives_up_where_a_number_is_not_finite():
     assert hurry(lambda *a: (torch.ones(2), {"a": torch.tensor([[1.0], [torch.nan]])}), {"a": torch.zeros(2, 1)}, lambda *a: 0.1, 1) is None
 
 
+@pytest.mark.parametrize("width", [8, 64], ids=["matrices", "outer products"])
+@pytest.mark.parametrize("bad", [1.0, 1e200], ids=["all well", "one fails"])
+def test_exact_weights_hurry_too(monkeypatch, width, bad):
+    net, x = mlp(width=width), queries(4)
+    x[1] *= bad
+    tailored = Tailored(net, drift, adapt=Weights(), steps=2, lr=1e-3)
+    careful, careful_loops = tailored.trace(x), []
+    fit = Tailored._fit
+    monkeypatch.setattr(Tailored, "_fit", lambda self, batch: careful_loops.append(batch) or fit(self, batch))
+    hurried = tailored.tailor(x)
+    assert len(careful_loops) == (bad > 1)
+    for name, entry in careful.state.items():
+        shape = dict(net.named_parameters())[name].shape
+        torch.testing.assert_close(states.dense(hurried[name], shape), states.dense(entry, shape), rtol=1e-12, atol=1e-15)
+    assert {type(entry) for entry in hurried.values()} == {type(entry) for entry in careful.state.values()}
+    torch.testing.assert_close(tailored(x), careful.prediction)
+
+
 def test_a_shared_state_of_outer_products():
     from tailoring import Tailored, Weights, baselines
 
