@@ -242,7 +242,8 @@ def rule_for(module: nn.Module) -> tuple[How, Rule] | None:
     def runs(*layers: type[nn.Module]) -> bool:
         return any(isinstance(module, layer) and kind.forward is layer.forward for layer in layers)
 
-    if is_parametrized(module) or not {name for name, _ in module.named_parameters()} <= KNOWN:
+    own = module.named_parameters() if module._modules else module._parameters.items()  # the latter in a tenth of the time, at every call
+    if is_parametrized(module) or not {name for name, p in own if p is not None} <= KNOWN:
         return None
     if runs(nn.Linear):
         return "outer products", linear
