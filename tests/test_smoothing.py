@@ -11,6 +11,7 @@ from scipy import stats
 from torch import nn
 
 from tailoring import CN, Tailored, losses
+from tailoring.baselines import Shared
 from tailoring.losses import input_of
 from tailoring.nn import BasicBlock, Bottleneck, cifar_resnet, load_weights, resnet50
 from tailoring.smoothing import ABSTAIN, Smoothed, attack, average_radius, bootstrap_difference, certified_accuracy, lower_bound, read_log
@@ -89,7 +90,7 @@ def test_the_samples_of_guess_estimate_and_chunks_differ():
         seen.append(x)
         return torch.stack([x[:, 0], -x[:, 0]], 1)
 
-    Smoothed(spy, 1.0, batch=50).certify(torch.zeros(2, 3), n0=50, n=100)
+    Smoothed(spy, 1.0, batch=50).certify(torch.zeros(2, 3), n0=50, n=100, seeds=[0, 1])
     noise = torch.cat(seen)
     assert len(noise) == 2 * 150
     assert len(noise.unique(dim=0)) == len(noise)
@@ -110,7 +111,11 @@ def test_an_answer_that_is_no_number_has_no_vote():
     votes = smoothed.votes(x[0], 1000, 0)
     assert votes[1] == 0
     assert 600 < votes[0] < 780  # Phi(0.5) of them
-    assert Smoothed(lambda z: torch.full((len(z), 2), torch.nan), 1.0).certify(x, n0=10, n=100).label.tolist() == [ABSTAIN]
+    for answer in (torch.nan, torch.inf, -torch.inf):
+        silent = Smoothed(lambda z, answer=answer: torch.full((len(z), 2), answer), 1.0)
+        assert silent.certify(x, n0=10, n=100).label.tolist() == silent.predict(x, n=100).tolist() == [ABSTAIN]
+    impossible = Smoothed(lambda z: torch.tensor([[0.0, -torch.inf]]).expand(len(z), 2), 1.0)
+    assert impossible.predict(x, n=100).tolist() == [0]
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.Dropout()])
@@ -119,8 +124,32 @@ def test_a_layer_in_training_mode_is_refused_whenever_it_is_so(layer):
     smoothed = Smoothed(net, 0.5)
     layer.train()
     for ask in (smoothed.predict, smoothed.certify):
-        with pytest.raises(ValueError, match=rf"1 \({type(layer).__name__}\) is in training mode"):
+        with pytest.raises(ValueError, match=rf"no radius would hold: 1 \({type(layer).__name__}\) .*in training mode"):
             ask(torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("classifier", "words"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)), "keeps no running statistics"),
+        (Tailored(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), losses.Entropy(), adapt=Shared(CN(nn.Tanh)), lr=1.0), "as a whole: an answer"),
+        (nn.Sequential(Tailored(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), losses.Entropy(), adapt=Shared())), "as a whole: an answer"),
+    ],
+)
+def test_a_classifier_whose_answers_depend_on_other_samples_is_refused(classifier, words):
+    """Its votes agree with each other, not with those of another batch: radii came out at more than twice the distance to an error."""
+    smoothed = Smoothed(classifier.eval(), 1.0)
+    for ask in (smoothed.predict, smoothed.certify):
+        with pytest.raises(ValueError, match=words):
+            ask(torch.zeros(1, 2))
+
+
+def test_noise_is_the_querys_own_unless_it_is_given():
+    smoothed = Smoothed(lambda z: torch.cat([z, -z], 1), 0.5)
+    x = torch.tensor([[0.1], [0.1001], [0.1]])
+    together = smoothed.certify(x, n0=10, n=1000).votes.tolist()
+    assert together == [smoothed.certify(row[None], n0=10, n=1000).votes.item() for row in x]
+    assert together[0] == together[2] != together[1]
 
 
 def test_prediction_abstains_where_the_votes_do_not_tell():

@@ -404,8 +404,14 @@ def test_a_killed_certification_goes_on_to_the_same_rows(finished, tmp_path):
 
     with pytest.raises(StopError):
         smoothing.run(config, stop)
-    assert len(Results(tmp_path).test(0.5, 60)["meta"].rows) == 3
+    half = Results(tmp_path)
+    assert len(half.test(0.5, 60, begun=True)["meta"].rows) == 3
+    assert not half.test(0.5, 60)
+    text = smoothing.report(tmp_path)
+    assert "3, unfinished" in text
+    assert "ours: meta" not in text
     smoothing.run(config)
+    assert "unfinished" not in smoothing.report(tmp_path)
 
     def rows(folder):
         return {i: {**row, "seconds": 0} for i, row in Results(folder).test(0.5, 60)["meta"].rows.items()}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tailoring import Tailored, random
+from tailoring.smoothing import descend_within
 
 Method = Literal["noise", "macer", "smoothadv"]
 
@@ -144,18 +145,9 @@ def adversarial(classify: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, nois
     The noise (n, copies, ...) stays the same at all steps, and serves the training step that follows (Salman et al., Sec. 3). Steps have
     length 2 radius / steps; images stay in [0, 1].
     """
-    delta = torch.zeros_like(x)
-    for _ in range(steps):
-        with torch.enable_grad():
-            moved = delta.detach().requires_grad_()
-            logits = classify(((x + moved)[:, None] + noise).flatten(0, 1)).float().unflatten(0, noise.shape[:2])
-            log_p = logits.log_softmax(-1).logsumexp(1).gather(1, y[:, None])
-            (gradient,) = torch.autograd.grad(-log_p.sum(), moved)
-        delta = delta + 2 * radius / steps * gradient / _norms(gradient).clamp(min=1e-12)
-        delta = delta * (radius / _norms(delta).clamp(min=1e-12)).clamp(max=1)
-        delta = (x + delta).clamp(0, 1) - x
-    return (x + delta).detach()
 
+    def log_probability(moved: Tensor) -> Tensor:
+        logits = classify((moved[:, None] + noise).flatten(0, 1)).float().unflatten(0, noise.shape[:2])
+        return logits.log_softmax(-1).logsumexp(1).gather(1, y[:, None])
 
-def _norms(t: Tensor) -> Tensor:
-    return t.flatten(1).norm(dim=1).view(-1, *[1] * (t.ndim - 1))
+    return descend_within(log_probability, x, radius, steps=steps, length=2.0, after=lambda moved: moved.clamp(0, 1))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
+
+from tailoring.smoothing import outer_sigma
 
 from ._classifiers import Inner
 from ._smoothing_config import Config, check
@@ -65,10 +66,6 @@ class Certification:
 
 def _file_name(words: str) -> str:
     return words.replace(" ", "_").replace("'", "").replace(",", "")
-
-
-def outer_sigma(sigma: float, nu: float) -> float:
-    return math.sqrt(sigma**2 - nu**2)
 
 
 def regimes(paper: Inner) -> dict[str, Inner]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,22 +22,40 @@ def attack(
     """
     if steps < 1 or samples < 1:
         raise ValueError(f"an attack takes at least one step and one sample, not {steps} and {samples}")
-    queries, ones = len(x), [1] * (x.ndim - 1)
-    size = torch.as_tensor(radius, dtype=x.dtype, device=x.device).expand(queries).view(-1, *ones)
+    queries = len(x)
     random = torch.Generator(x.device).manual_seed(seed)
+
+    def log_probability(moved: Tensor) -> Tensor:
+        noise = torch.randn((queries, samples, *x.shape[1:]), generator=random, dtype=x.dtype, device=x.device)
+        logits = smoothed.classifier((moved[:, None] + smoothed.outer_sigma * noise).flatten(0, 1)).unflatten(0, (queries, samples))
+        return logits.log_softmax(-1).logsumexp(1).gather(1, label[:, None])
+
+    return descend_within(log_probability, x, radius, steps=steps, length=2.5)  # far enough to cross the ball and turn
+
+
+def descend_within(
+    objective: Callable[[Tensor], Tensor],
+    x: Tensor,
+    radius: Tensor | float,
+    *,
+    steps: int,
+    length: float,
+    after: Callable[[Tensor], Tensor] = lambda moved: moved,
+) -> Tensor:
+    """Rows within `radius` (in L2) of x's where `objective`, a number for each, is small: `steps` down its gradient, `length` radii in all.
+
+    `after` each step, what has moved may be put where it is allowed to be.
+    """
+    size = torch.as_tensor(radius, dtype=x.dtype, device=x.device).expand(len(x)).view(-1, *[1] * (x.ndim - 1))
     delta = torch.zeros_like(x)
     for _ in range(steps):
-        noise = torch.randn((queries, samples, *x.shape[1:]), generator=random, dtype=x.dtype, device=x.device)
         with torch.enable_grad():
-            moved = delta.detach().requires_grad_()
-            noisy = (x + moved)[:, None] + smoothed.outer_sigma * noise
-            logits = smoothed.classifier(noisy.flatten(0, 1)).unflatten(0, (queries, samples))
-            log_p = logits.log_softmax(-1).gather(2, label.view(-1, 1, 1).expand(-1, samples, 1))
-            (gradient,) = torch.autograd.grad(-log_p.logsumexp(1).sum(), moved)
-        uphill = gradient / _norm(gradient).clamp(min=1e-12)
-        delta = delta + (2.5 / steps) * size * uphill  # far enough to cross the ball and turn
+            moved = (x + delta).detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(objective(moved).sum(), moved)
+        delta = delta - length / steps * size * gradient / _norm(gradient).clamp(min=1e-12)
         delta = delta * (size / _norm(delta).clamp(min=1e-12)).clamp(max=1)
-    return x + delta.detach()
+        delta = after(x + delta) - x
+    return (x + delta).detach()
 
 
 def _norm(t: Tensor) -> Tensor:

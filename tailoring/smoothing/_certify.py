@@ -10,6 +10,10 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from .. import random
+from .._tailored import Tailored
+from .._validate import refuse_mixing_modules
+
 ABSTAIN = -1
 
 
@@ -31,8 +35,10 @@ class Smoothed:
     noise sigma it was trained with: sigma'^2 = sigma^2 - nu^2. Randomness inside the classifier gives no further radius, so the certified
     one is sigma' Phi^-1(p). Every noisy sample is tailored by itself, with noise of its own, so the votes are independent.
 
-    The classifier maps (n, ...) to (n, classes). `batch` samples run at once. Noise depends on the query's seed, `batch`, the number of
-    samples and the kind of device, and on nothing else. Neither device nor grad mode nor train/eval mode is decided here.
+    The classifier maps (n, ...) to (n, classes), each row by itself: where rows see each other, votes are not independent and radii not
+    true (modules known to do so are refused; a function must see to it). `batch` samples run at once. Noise depends on the query's seed (by
+    default a hash of the query), `batch`, the number of samples and the kind of device, and on nothing else. Neither device nor grad mode
+    nor train/eval mode is decided here.
     """
 
     def __init__(self, classifier: Callable[[Tensor], Tensor], sigma: float, *, nu: float = 0.0, batch: int = 1000):
@@ -51,16 +57,16 @@ class Smoothed:
     @property
     def outer_sigma(self) -> float:
         """sigma': the standard deviation of the noise added to a query here."""
-        return math.sqrt(self.sigma**2 - self.nu**2)
+        return outer_sigma(self.sigma, self.nu)
 
     def predict(self, x: Tensor, n: int = 1000, alpha: float = 0.001, *, seeds: Sequence[int] | None = None) -> Tensor:
         """The smoothed class of each query, (queries,), wrong with probability alpha at most; -1 where the votes do not tell."""
         _check(x, alpha, seeds, n)
-        _refuse_training_mode(self.classifier)
+        _refuse_mixing(self.classifier)
         labels = []
         for query, seed in zip(x, _seeds(x, seeds), strict=True):
             (first, second), (label, _) = (part.tolist() for part in self.votes(query, n, seed, phase=2).topk(2))
-            clear = stats.binomtest(first, first + second, 0.5).pvalue <= alpha
+            clear = first > 0 and stats.binomtest(first, first + second, 0.5).pvalue <= alpha
             labels.append(label if clear else ABSTAIN)
         return torch.tensor(labels, device=x.device)
 
@@ -69,7 +75,7 @@ class Smoothed:
     ) -> Certificates:
         """Guess each query's class from n0 samples, bound its probability from n others, abstain below one half."""
         _check(x, alpha, seeds, n0, n)
-        _refuse_training_mode(self.classifier)
+        _refuse_mixing(self.classifier)
         labels, votes = [], []
         for query, seed in zip(x, _seeds(x, seeds), strict=True):
             labels.append(self.votes(query, n0, seed, phase=0).argmax())
@@ -84,7 +90,7 @@ class Smoothed:
     def votes(self, query: Tensor, n: int, seed: int, *, phase: int = 1) -> Tensor:
         """How many of n noisy copies of one query the classifier gives to each class, (classes,). Stays on the device.
 
-        An answer that is not a number is given to no class, which can only make a certificate smaller.
+        An answer that is not a number, or has no largest one, is given to no class, which can only make a certificate smaller.
         """
         counts: Tensor | None = None
         for chunk, start in enumerate(range(0, n, self.batch)):
@@ -97,9 +103,14 @@ class Smoothed:
                     f"the classifier must return logits ({size[0]}, classes) of two classes or more, not {tuple(logits.shape)}"
                 )
             counts = logits.new_zeros(logits.shape[1], dtype=torch.int64) if counts is None else counts
-            counts = counts.scatter_add(0, logits.argmax(1), (~logits.isnan().any(1)).long())
+            counts = counts.scatter_add(0, logits.argmax(1), logits.amax(1).isfinite().long())  # of nan, the maximum is nan
         assert counts is not None
         return counts
+
+
+def outer_sigma(sigma: float, nu: float) -> float:
+    """What is left of the noise `sigma` for the query if the classifier's own loss adds `nu`."""
+    return math.sqrt(sigma**2 - nu**2)
 
 
 def lower_bound(votes: Tensor, n: int, alpha: float) -> Tensor:
@@ -110,14 +121,14 @@ def lower_bound(votes: Tensor, n: int, alpha: float) -> Tensor:
 
 
 def _mixed(seed: int, phase: int, chunk: int) -> int:
-    """A seed for a generator: different for every query, phase and chunk. (Neighbouring seeds would do on CUDA, not on every device.)"""
+    """A seed for a generator: different for every query, phase and chunk, but for chance (a CPU's generator uses 32 of its bits)."""
     value = (int(seed) * 0x9E3779B97F4A7C15 + phase * 0xBF58476D1CE4E5B9 + chunk * 0x94D049BB133111EB) % 2**64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     return (value ^ (value >> 27)) >> 1
 
 
 def _seeds(x: Tensor, seeds: Sequence[int] | None) -> Sequence[int]:
-    return range(len(x)) if seeds is None else seeds
+    return random.seeds_of(x).tolist() if seeds is None else seeds
 
 
 def _check(x: Tensor, alpha: float, seeds: Sequence[int] | None, *samples: int) -> None:
@@ -133,8 +144,15 @@ def _check(x: Tensor, alpha: float, seeds: Sequence[int] | None, *samples: int) 
         raise ValueError(f"there are {len(seeds)} seeds for {len(x)} queries")
 
 
-def _refuse_training_mode(classifier: Callable[[Tensor], Tensor]) -> None:
-    for name, module in classifier.named_modules() if isinstance(classifier, nn.Module) else ():
-        if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd):
-            here = f"{name or 'the classifier'} ({type(module).__name__})"
-            raise ValueError(f"{here} is in training mode: an answer would depend on other samples or on chance; call eval() first")
+def _refuse_mixing(classifier: Callable[[Tensor], Tensor]) -> None:
+    if not isinstance(classifier, nn.Module):
+        return
+    try:
+        refuse_mixing_modules(classifier)
+    except ValueError as error:
+        raise ValueError(f"an answer would depend on other samples or on chance, and no radius would hold: {error}") from None
+    for module in classifier.modules():
+        if isinstance(module, Tailored) and module.adapt.rows(2) != 2:
+            raise ValueError(
+                f"{module.adapt!r} adapts to a batch as a whole: an answer would depend on other samples, and no radius would hold"
+            )

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_MOST_NUMBERS = 1 << 23  # that a bootstrap holds at once
+
 
 def certified_accuracy(truth: Tensor, label: Tensor, radius: Tensor, radii: Sequence[float]) -> list[float]:
     """For each of `radii`, the share of queries with the right label and at least that radius. All (queries,)."""
@@ -34,7 +36,9 @@ def bootstrap_difference(a: Tensor, b: Tensor, *, level: float = 0.95, draws: in
         raise ValueError(f"two values for each query are compared, shapes (queries,) twice, not {tuple(a.shape)} and {tuple(b.shape)}")
     difference = (a - b).double().cpu()
     random = torch.Generator().manual_seed(seed)
-    means = difference[torch.randint(len(difference), (draws, len(difference)), generator=random)].mean(1)
+    at_once = max(1, _MOST_NUMBERS // len(difference))
+    parts = [min(at_once, draws - start) for start in range(0, draws, at_once)]
+    means = torch.cat([difference[torch.randint(len(difference), (n, len(difference)), generator=random)].mean(1) for n in parts])
     low, high = torch.quantile(means, torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
     return float(difference.mean()), low, high
 
