@@ -390,3 +390,10 @@ def test_the_public_weights_are_what_we_load():
     net = cifar_resnet(20, shortcut="pad", statistics=IMAGENET)
     load_weights(net, load_file(SHARED / "resnet-cifar10" / "resnet20.safetensors"))
     assert net.eval()(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_a_bootstrap_of_many_images_goes_in_parts(monkeypatch):
+    a, b = torch.rand(2, 50, generator=torch.Generator().manual_seed(0))
+    whole = bootstrap_difference(a, b, draws=400)
+    monkeypatch.setattr("tailoring.smoothing._tables._MOST_NUMBERS", 120)
+    assert bootstrap_difference(a, b, draws=400) == whole

@@ -770,3 +770,16 @@ def test_it_leaves_the_model_as_it_was():
     theory.enough(net, lambda model, x: model(x).square().sum(1), VIEWS)
     assert before == {name: set(vars(module)) for name, module in net.named_modules()}
     assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_complexity_is_never_below_zero():
+    """The mean over draws of one model's sums is about zero, on either side of it."""
+    found = [theory.empirical_rademacher(torch.rand(1, 100, generator=torch.Generator().manual_seed(i)), seed=i) for i in range(8)]
+    assert min(found) == 0.0 < max(found) < 0.01
+    assert theory.rademacher_bound(0.1, complexity=min(found), c=1.0, n=100, delta=0.1).supervised > 0.1
+
+
+@pytest.mark.parametrize("empirical", [-0.1, 1.5, float("nan")])
+def test_a_mean_loss_that_cannot_be_is_refused(empirical):
+    with pytest.raises(ValueError, match="lie in \\[0, c\\]"):
+        theory.stability_bound(empirical, zeta=1.0, c=1.0, n=10, delta=0.1)

@@ -54,7 +54,7 @@ def stability_bound(
     E_x[L_cont(x, theta_x)], or by `coro:gen_1` E_x[phi(L_tailor(x, theta_x))]. `zeta` is a supremum over all data sets: an estimate
     of it (`measure_stability`) is from below, and the bound is then an indication, no guarantee.
     """
-    _check(c=c, n=n, delta=delta, kappa=kappa, unlabelled=unlabelled, zeta=zeta)
+    _check(empirical, c=c, n=n, delta=delta, kappa=kappa, unlabelled=unlabelled, zeta=zeta)
     deviation = (2 * zeta + c) * math.sqrt(math.log(1 / delta) / (2 * n))
     return Bound(float(empirical), zeta / n, deviation, unlabelled, kappa)
 
@@ -77,7 +77,7 @@ def rademacher_bound(
     R_n is an expectation over data sets. If `complexity` is `empirical_rademacher` of the one you have, say `measured=True`: the last
     term becomes 3 c sqrt(ln(2 / delta) / (2 n)), which pays for that (McDiarmid's inequality once more).
     """
-    _check(c=c, n=n, delta=delta, kappa=kappa, unlabelled=unlabelled, complexity=complexity)
+    _check(empirical, c=c, n=n, delta=delta, kappa=kappa, unlabelled=unlabelled, complexity=complexity)
     times, share = (3, delta / 2) if measured else (1, delta)
     return Bound(float(empirical), 2 * complexity, times * c * math.sqrt(math.log(1 / share) / (2 * n)), unlabelled, kappa)
 
@@ -97,7 +97,8 @@ def empirical_rademacher(losses: Tensor, *, draws: int = 10_000, seed: int = 0) 
         signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=n)), dtype=losses.dtype)
     else:
         signs = 2.0 * torch.randint(2, (draws, n), generator=torch.Generator().manual_seed(seed)).to(losses.dtype) - 1
-    return float((signs.to(losses.device) @ losses.mT / n).max(1).values.mean())
+    mean = (signs.to(losses.device) @ losses.mT / n).max(1).values.mean()
+    return max(0.0, float(mean))  # which it never is below; a mean over draws can be
 
 
 def monotone_envelope(tailoring: Tensor, task: Tensor) -> Callable[[Tensor], Tensor]:
@@ -121,7 +122,7 @@ def monotone_envelope(tailoring: Tensor, task: Tensor) -> Callable[[Tensor], Ten
     return phi
 
 
-def _check(*, c: float, n: int, delta: float, kappa: float, unlabelled: float | None, **sizes: float) -> None:
+def _check(empirical: float, *, c: float, n: int, delta: float, kappa: float, unlabelled: float | None, **sizes: float) -> None:
     if n < 1:
         raise ValueError(f"n is the number of training points, at least 1, not {n}")
     if not 0 < delta < 1:
@@ -133,3 +134,5 @@ def _check(*, c: float, n: int, delta: float, kappa: float, unlabelled: float | 
     for name, size in {"c": c, **sizes}.items():
         if not size >= 0:
             raise ValueError(f"{name} must be at least 0, not {size}")
+    if not 0 <= empirical <= c:
+        raise ValueError(f"the task losses lie in [0, c], so their mean cannot be {empirical} where c is {c}")
