@@ -190,8 +190,8 @@ def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[st
         found = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
     if not found:
         raise NoGradientError(
-            f"the tailoring loss does not depend on the state {list(leaves)}: call the model that the loss is given (not the "
-            "original one), without detach() or no_grad(), and adapt modules that the loss can see"
+            f"the tailoring loss does not depend on the state{f' {list(leaves)}' if leaves else ''}: call the model that the loss is given "
+            "(not the original one), without detach() or no_grad(), and adapt modules that the loss can see"
         )
     if len(found) == len(leaves):
         return found

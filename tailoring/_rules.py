@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -121,6 +122,8 @@ def _check_rate(rate: Rate) -> None:
     numbers: Iterable[Any] = (
         rate.detach().reshape(-1).tolist() if isinstance(rate, Tensor) else rate if isinstance(rate, Sequence) else [rate]
     )
+    if not all(isinstance(number, Real) for number in numbers):
+        raise TypeError(f"lr must be a number, or one for each step, not {rate!r}")
     if not all(number >= 0 for number in numbers):
         raise ValueError(f"lr must not be negative, but it is {rate}")
 

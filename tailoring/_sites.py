@@ -230,6 +230,8 @@ def matching(at: tuple[At, ...], names: Mapping[str, nn.Module]) -> set[str]:
 
 def describe(names: Mapping[str, nn.Module], most: int = 40) -> str:
     listed = [f"{name} ({type(module).__name__})" for name, module in names.items() if name]
+    if not listed:
+        return "no modules inside it"
     return ", ".join(listed[:most]) + (f", and {len(listed) - most} more" if len(listed) > most else "")
 
 

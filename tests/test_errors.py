@@ -247,3 +247,13 @@ def test_recurrent_weights_want_padded_batches():
 
     with pytest.raises(ValueError, match="padded sequences"):
         tailored(lambda model, x: model(x).sum(1), Packs(), adapt=Weights(how="vmap"))(torch.randn(2, 4))
+
+
+def test_small_mistakes_are_named():
+    x = queries()
+    with pytest.raises(ValueError, match="does not depend on the state: call the model that the loss is given"):
+        Tailored(mlp(), lambda model, x: x.square().sum(1), adapt=Weights())(x)
+    with pytest.raises(ValueError, match="the model has: no modules inside it"):
+        Tailored(nn.Linear(4, 4).double(), drift, adapt=CN("layer"))(x)
+    with pytest.raises(TypeError, match="lr must be a number, or one for each step, not 'a'"):
+        Tailored(mlp(), drift, lr="a")
