@@ -269,7 +269,7 @@ def _range(gains: Sequence[Estimate]) -> str:
 
 def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
-    results = Results(read_folder(folder))
+    results = Results(read_folder(folder, "contrastive"))
     made = tables(results)
     if not made:
         return "These rows hold no result yet: the encoder is not trained."
