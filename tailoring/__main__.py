@@ -28,6 +28,7 @@ USAGE = """usage: tailoring COMMAND EXPERIMENT [flags]
   tailoring run EXPERIMENT --help     all settings
   tailoring report EXPERIMENT         tables on the screen, figures and an HTML page beside the rows [--out DIR | --quick]
   tailoring certify --weights FILE    certify a classifier by randomized smoothing, here or over a Ray cluster [--help]
+  tailoring report certify            its table again [--out DIR]
   tailoring bench [PROGRAM] [flags]   time the programs in benchmarks/ (all of them, or one), in ratios [PROGRAM --help]
 
 experiments:
@@ -57,7 +58,8 @@ def _main(args: list[str]) -> int:
         return _certify(args[1:])
     if command == "bench":
         return _bench(args[1:])
-    experiment = _load(_choose(args[1], EXPERIMENTS, "experiment"))
+    known = [*EXPERIMENTS, "certify"] if command == "report" else [*EXPERIMENTS]
+    experiment = _load(_choose(args[1], known, "experiment"))
     return (_run if command == "run" else _report)(experiment, args[1], args[2:])
 
 
@@ -130,7 +132,9 @@ def _report(experiment: Any, name: str, args: list[str]) -> int:
             quick: report on the quick run.
             out: folder of the run.
         """
-        return out or (experiment.quick() if quick else experiment.Config()).out
+        if quick and name == "certify":
+            raise ValueError("certify has no quick run: give the folder of its rows with --out")
+        return out or (experiment.quick() if quick else experiment.Config).out
 
     return _show(experiment, tyro.cli(where, args=args, prog=f"tailoring report {name}"))
 

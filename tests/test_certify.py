@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tailoring import Tailored
 from tailoring.__main__ import main
 from tailoring.experiments import certify
+from tailoring.experiments._classifiers import read_weights
 from tailoring.experiments._images import MD5, ImageFolder, cifar10
 from tailoring.experiments._rows import read
 from tailoring.nn import cifar_resnet, load_weights
@@ -57,8 +58,8 @@ def results(out):
 def test_every_image_has_a_row_and_a_second_call_adds_none(made, tmp_path, capsys):
     assert main(["certify", *arguments(made, tmp_path)]) == 0
     found, count = results(tmp_path)
-    assert sorted(found) == list(range(6))
-    assert [found[i]["label"] for i in range(6)] == [0, 0, 0, 0, 0, 1]
+    assert sorted(found) == [0, 1, 3, 5, 6, 8]  # spread over both classes
+    assert [found[i]["label"] for i in sorted(found)] == [0, 0, 0, 1, 1, 1]
     assert "ACR" in capsys.readouterr().out
     assert main(["certify", *arguments(made, tmp_path)]) == 0
     assert results(tmp_path) == (found, count)
@@ -68,10 +69,10 @@ def test_a_row_is_what_smoothed_says(made, tmp_path):
     assert main(["certify", *arguments(made, tmp_path, "--no-tailor", "--seed", "3", "--images", "2")]) == 0
     net = cifar_resnet(20, classes=2, statistics=IMAGENET)
     load_weights(net, load_file(made / "net.safetensors"))
-    image, label = ImageFolder.open(made / "val", 32)[1]
+    image, label = ImageFolder.open(made / "val", 32)[5]
     with torch.no_grad():
-        expected = Smoothed(net.eval(), 0.5, batch=20).certify(image[None], 10, 30, seeds=[3 + 1])
-    row = results(tmp_path)[0][1]
+        expected = Smoothed(net.eval(), 0.5, batch=20).certify(image[None], 10, 30, seeds=[3 + 5])
+    row = results(tmp_path)[0][5]
     assert (row["label"], row["predict"], row["votes"]) == (label, int(expected.label), int(expected.votes))
     assert row["radius"] == pytest.approx(float(expected.radius))
 
@@ -125,11 +126,120 @@ def busy_workers():
         (["--root", "/nonexistent"], "no images in"),
         (["--data", "cifar10", "--data-dir", "/nonexistent"], "kriz/cifar"),
         (["--nu", "0.6"], "below sigma"),
+        (["--n0", "0"], "--n0 must be at least 1, not 0"),
+        (["--n", "0"], "--n must be at least 1, not 0"),
+        (["--batch", "0"], "--batch must be at least 1, not 0"),
+        (["--every", "0"], "--every must be at least 1, not 0"),
+        (["--images", "0"], "--images must be at least 1, not 0"),
+        (["--alpha", "2"], "--alpha must lie between 0 and 1, not 2"),
+        (["--network", "resnet50", "--statistics", "cifar"], "resnet50 has its own"),
+        (["--network", "efficientnet-lite0", "--shortcut", "pad"], "efficientnet-lite0 has its own"),
+        (["--classes", "/nonexistent"], "no file or folder of class names"),
+        pytest.param(
+            ["--accelerator", "cuda"],
+            "no CUDA device on this machine",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
-def test_bad_input_is_told_what_to_do(made, tmp_path, capsys, change, words):
-    assert main(["certify", *arguments(made, tmp_path, *change)]) == 1
+def test_bad_input_is_told_what_to_do_and_leaves_no_folder(made, tmp_path, capsys, change, words):
+    assert main(["certify", *arguments(made, tmp_path / "out", *change)]) == 1
     assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_are_spread_evenly_and_cohens_are_kept():
+    assert certify.chosen(10_000, 20, 500) == list(range(0, 10_000, 20))
+    assert certify.chosen(10, 3, 500) == [0, 3, 6, 9]
+    assert certify.chosen(50_000, 1, 5) == [0, 10_000, 20_000, 30_000, 40_000]
+
+
+def test_a_run_is_extended_and_shown_again(made, tmp_path, capsys):
+    for every, images in ((5, 500), (3, 500), (1, 500), (1, 2)):
+        assert main(["certify", *arguments(made, tmp_path / "parts", "--every", str(every), "--images", str(images))]) == 0
+        shown = capsys.readouterr().out
+    assert main(["certify", *arguments(made, tmp_path / "whole", "--images", "10")]) == 0
+    found, count = results(tmp_path / "parts")
+    assert count == len(found) == 10
+    assert found == results(tmp_path / "whole")[0]
+    capsys.readouterr()
+    assert main(["report", "certify", "--out", str(tmp_path / "parts")]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["report", "certify", "--quick"]) == 1
+    assert "no quick run" in capsys.readouterr().err
+
+
+def test_changed_weights_and_images_do_not_mix_into_the_rows(made, tmp_path, capsys):
+    few, here = ["--images", "1"], shutil.copytree(made, tmp_path / "made")
+    assert main(["certify", *arguments(here, tmp_path / "out", *few)]) == 0
+    here = here.rename(tmp_path / "moved")
+    assert main(["certify", *arguments(here, tmp_path / "out", *few)]) == 0  # the same, elsewhere
+    assert results(tmp_path / "out")[1] == 1
+    save_file(cifar_resnet(20, classes=2).state_dict(), here / "net.safetensors")
+    shutil.copy(here / "val" / "cats" / "0.png", here / "val" / "cats" / "new.png")
+    capsys.readouterr()
+    assert main(["certify", *arguments(here, tmp_path / "out", *few)]) == 1
+    assert "weights: another content there than now; root: another content there than now" in capsys.readouterr().err
+
+
+def test_a_network_of_more_classes_is_brought_to_those_of_the_folder(made, tmp_path, capsys):
+    state = cifar_resnet(20, classes=3).state_dict()
+    save_file(state, tmp_path / "three.safetensors")
+    save_file({name: t[[2, 0]].clone() if name.startswith("fc.") else t for name, t in state.items()}, tmp_path / "two.safetensors")
+    (tmp_path / "names.txt").write_text("dogs\nbirds\ncats\n")
+    three = ["--images", "3", "--weights", tmp_path / "three.safetensors"]
+    assert main(["certify", *arguments(made, tmp_path / "out", *three)]) == 1
+    assert "knows 3 classes, the data 2: name all 3, in order, with --classes" in capsys.readouterr().err
+    assert main(["certify", *arguments(made, tmp_path / "out", *three, "--classes", tmp_path / "names.txt")]) == 0
+    assert main(["certify", *arguments(made, tmp_path / "by-hand", "--images", "3", "--weights", tmp_path / "two.safetensors")]) == 0
+    assert results(tmp_path / "out") == results(tmp_path / "by-hand")
+    (tmp_path / "names.txt").write_text("cats\nbirds\ndogs\n")
+    assert main(["certify", *arguments(made, tmp_path / "out", *three, "--classes", tmp_path / "names.txt")]) == 1
+    assert "classes: another content there" in capsys.readouterr().err
+
+
+def test_folders_without_images_are_no_classes_and_an_image_of_the_size_stays_as_it_is(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    for name in ("a", "b", ".ipynb_checkpoints"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(pixels).save(tmp_path / name / "0.png")
+    (tmp_path / "b" / "._0.png").write_bytes(b"of a Mac")
+    (tmp_path / "aa").mkdir()
+    found = ImageFolder.open(tmp_path, 32)
+    assert (found.classes, found.labels) == (("a", "b"), (0, 1))
+    assert torch.equal(found[0][0], torch.from_numpy(pixels).permute(2, 0, 1) / 255)
+    assert ImageFolder.open(tmp_path, 28)[0][0].shape == (3, 28, 28)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.safetensors", b"\x10\0\0\0"),
+        ("cut.pt", b"PK\x03\x04"),
+        ("empty.pt", b""),
+        ("module.pt", torch.nn.Linear(2, 2)),
+        ("list.pt", [torch.zeros(2)]),
+        ("wrapped-list.pt", {"model": [torch.zeros(2)]}),
+        ("body.pt", {"conv1.weight": torch.zeros(2), 3: torch.zeros(1)}),
+    ],
+)
+def test_a_file_that_holds_no_weights_is_told_what_is_expected(made, tmp_path, capsys, name, content):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    assert main(["certify", *arguments(made, tmp_path / "out", "--weights", path)]) == 1
+    said = capsys.readouterr().err
+    assert f"error: {path} " in said
+    assert "weights must be plain tensors by name" in said
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict", "model"])
+def test_weights_are_unwrapped(tmp_path, wrapper):
+    state = cifar_resnet(8).state_dict()
+    torch.save({wrapper: state, "epoch": 3}, tmp_path / "net.pt")
+    assert read_weights(tmp_path / "net.pt").keys() == state.keys()
 
 
 def test_another_setting_does_not_mix_into_the_rows(made, tmp_path, capsys):

@@ -656,9 +656,8 @@ def test_the_report_has_tables_figures_and_a_verdict(finished, folder):
 
 def test_a_report_of_an_unfinished_run_shows_what_is_there(finished, folder, tmp_path):
     rows = [row for row in read(folder / "out" / "rows.jsonl") if row["kind"] in ("config", "session", "encoder")]
-    for kept, words in ((rows[:2], "no result yet"), (rows, "NT-Xent on test images")):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-        assert words in contrastive.report(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "NT-Xent on test images" in contrastive.report(tmp_path)
 
 
 def test_what_a_gain_is_worth_in_labels():

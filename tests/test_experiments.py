@@ -73,7 +73,11 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path):
 
 
 def test_results_of_another_config_are_refused_and_kept(tmp_path):
-    path = Rows(tmp_path, "x", Settings()).path
+    rows = Rows(tmp_path, "x", Settings())
+    rows.add(kind="result")
+    path = rows.path
+    with path.open("a") as file:
+        file.write('{"kind": "res')  # not even a broken end is touched
     before = path.read_text()
     with pytest.raises(ValueError, match=r"lr: 0\.1 there, 0\.2 now"):
         Rows(tmp_path, "x", Settings(lr=0.2))
@@ -82,6 +86,70 @@ def test_results_of_another_config_are_refused_and_kept(tmp_path):
     with pytest.raises(ValueError, match="not a result file of y"):
         Rows(tmp_path, "y", Settings())
     assert path.read_text() == before
+
+
+@pytest.mark.parametrize("kept", [b'{"kind": "conf', b"", b'{"kind": "config", "experiment": "y", "config": {"lr": 0.2}}'])
+def test_a_file_without_results_is_written_anew(tmp_path, kept):
+    (tmp_path / "rows.jsonl").write_bytes(kept)
+    Rows(tmp_path, "x", Settings(lr=0.2)).add(kind="data", classes=2)
+    Rows(tmp_path, "x", Settings()).add(kind="result")
+    rows = list(read(tmp_path / "rows.jsonl"))
+    assert [row["kind"] for row in rows] == ["config", "session", "result"]
+    assert rows[0]["config"]["lr"] == 0.1
+
+
+def test_a_file_without_results_but_with_trainings_is_kept(tmp_path):
+    Rows(tmp_path, "x", Settings())
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(ValueError, match="lr: "):
+        Rows(tmp_path, "x", Settings(lr=0.2))
+
+
+def test_a_last_row_that_lacks_only_its_end_is_kept(tmp_path):
+    path = Rows(tmp_path, "x", Settings()).path
+    path.write_bytes(path.read_bytes() + b'{"kind": "result", "name": "a"}')
+    assert Rows(tmp_path, "x", Settings()).has(name="a")
+    assert [row.get("name") for row in read(path)] == [None, None, "a", None]
+
+
+@dataclass(frozen=True)
+class Net:
+    weights: Path
+    out: Path
+
+
+def test_a_file_is_known_by_its_content_and_in_old_rows_by_its_place(tmp_path):
+    def rows(path, out="run", **sha256):
+        return Rows(tmp_path, "x", Net(Path(path), Path(out)), sha256=sha256)
+
+    rows("run/net.pt").add(kind="result")  # from before contents were kept
+    rows("moved/net.pt", "moved", weights="a")
+    with pytest.raises(ValueError, match=r"weights: 'run/net.pt' there, 'run/other.pt' now"):
+        rows("run/other.pt", weights="a")
+    (tmp_path / "rows.jsonl").unlink()
+    rows("run/net.pt", weights="a").add(kind="result")
+    rows("run/other.pt", weights="a")
+    with pytest.raises(ValueError, match="weights: another content there than now"):
+        rows("run/net.pt", weights="b")
+
+
+@pytest.mark.parametrize("experiment", ["planets", "pendulum", "smoothing", "toy", "contrastive", "certify"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "no results of {} yet"),
+        ('{"kind": "config", "experiment": "EXPERIMENT", "config": {}}\n', "no results of {} yet"),
+        ('{"kind": "config", "experiment": "another", "config": {}}\n{"kind": "result"}\n', "results of another, not of {}"),
+        ('{"name": "a"}\n', "not of {}"),
+        ("[1]\n", "line 1: not a JSON row"),
+        (None, "no result rows at"),
+    ],
+)
+def test_a_report_on_rows_of_something_else_says_so(tmp_path, capsys, experiment, content, words):
+    if content is not None:
+        (tmp_path / "rows.jsonl").write_text(content.replace("EXPERIMENT", experiment))
+    assert main(["report", experiment, "--out", str(tmp_path)]) == 1
+    assert words.format(experiment) in capsys.readouterr().err
 
 
 def test_parts_of_one_run_are_read_together(tmp_path):
@@ -96,6 +164,8 @@ def test_parts_of_one_run_are_read_together(tmp_path):
     Rows(tmp_path, "x", Settings(lr=0.3)).add(name="c")
     with pytest.raises(ValueError, match="another config"):
         read_folder(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("")
+    assert len(read_folder(tmp_path)) == 6
 
 
 # Training

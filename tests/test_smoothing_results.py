@@ -666,12 +666,21 @@ def test_it_runs_where_the_commands_packages_are_not():
         (["--validation-n", "0"], "--validation-n must be at least 1"),
         (["--alpha", "1.5"], "between 0 and 1"),
         (["--inner.steps", "0"], "--inner.steps must be at least 1"),
+        *(
+            ([f"--{name}", "0"], f"--{name} must be at least 1, not 0")
+            for name in ("batch", "extra-batch", "copies-batch", "macer-epochs", "smoothadv-epochs", "regime-epochs")
+        ),
+        (["--sigmas"], "--sigmas names no noise"),
+        (["--rate", "0"], "--rate must be above 0"),
+        (["--extra-rate", "-1"], "--extra-rate must be above 0"),
     ],
 )
 def test_bad_input_is_told_what_to_do(tmp_path, capsys, flags, words):
     made = ["--data", "made", "--held-out", "100", "--epochs", "1", "--size", "8"]
     assert main(["run", "smoothing", "--quick", "--out", str(tmp_path), *made, *flags]) == 1
     assert words in capsys.readouterr().err
+    known_later = (["--batch", "5000"], ["--held-out", "600"])  # when the training images are read
+    assert flags in known_later or not (tmp_path / "rows.jsonl").exists()
 
 
 def test_another_setting_does_not_mix_into_the_rows(finished, folder):

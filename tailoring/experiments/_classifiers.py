@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tailoring import CN, Tailored, Weights, losses
@@ -15,10 +17,13 @@ from tailoring.losses import input_of
 from tailoring.nn import BasicBlock, Bottleneck, EfficientNetLite0, InvertedResidual, cifar_resnet, resnet50
 from tailoring.nn._resnet import CIFAR, IMAGENET
 
+from ._images import class_folders
+
 Network = Literal["resnet8", "resnet20", "resnet56", "resnet110", "resnet50", "efficientnet-lite0"]
 Backprop = Literal["none", "last", "all"]
 LARGE = ("resnet50", "efficientnet-lite0")  # networks for images of 224 pixels
 SHORTEST = 1e-6  # a gradient below this length is not made longer
+_EXPECTED = "weights must be plain tensors by name, bare or under 'state_dict' or 'model', as safetensors or torch.save writes them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +88,21 @@ def tailored(net: nn.Module, inner: Tailoring, *, backprop: Backprop = "none", c
     )
 
 
-def read_weights(path: Path) -> dict[str, Any]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise FileNotFoundError(f"no weights at {path}")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    return dict(found.get("state_dict", found))
+    try:
+        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # each format has errors of its own
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}): {_EXPECTED}") from None
+    for wrapper in ("state_dict", "model"):
+        found = found.get(wrapper, found) if isinstance(found, dict) else found
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}: {_EXPECTED}")
+    state = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+    if not any(map(head, state)):
+        raise ValueError(f"{path} holds no last layer, fc or linear, among its {len(state)} tensors: {_EXPECTED}")
+    return state
 
 
 def head(name: str) -> bool:
@@ -101,6 +112,28 @@ def head(name: str) -> bool:
 
 def count_classes(state: dict[str, Any]) -> int:
     return next(len(value) for name, value in state.items() if head(name))
+
+
+def for_classes(state: dict[str, Tensor], path: Path, classes: Sequence[str], named: Path | None) -> dict[str, Tensor]:
+    """The checkpoint of `path`, its last layer brought to the data's classes; `named`, a file or folder, names all of its own."""
+    known = count_classes(state)
+    if named is None:
+        if known == len(classes):
+            return state
+        raise ValueError(
+            f"{path} knows {known} classes, the data {len(classes)}: name all {known}, in order, with --classes FILE or FOLDER"
+        )
+    names = class_names(named)
+    missing = [name for name in classes if name not in names]
+    if missing or len(names) != known:
+        raise ValueError(f"{named} names {len(names)} classes ({known} are needed) and lacks {missing[:5]} of the data's")
+    return restricted(state, [names.index(name) for name in classes])
+
+
+def class_names(path: Path) -> list[str]:
+    if not path.exists():
+        raise FileNotFoundError(f"no file or folder of class names at {path}")
+    return [f.name for f in class_folders(path)] if path.is_dir() else path.read_text().split()
 
 
 def restricted(state: dict[str, Any], rows: list[int]) -> dict[str, Tensor]:

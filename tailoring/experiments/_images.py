@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -24,6 +24,7 @@ MD5 = {
     "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
     "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
 }
+CIFAR10 = tuple(map(str, range(10)))  # its classes
 SUFFIXES = {".jpeg", ".jpg", ".png"}
 
 
@@ -77,7 +78,7 @@ def cifar10(folder: Path, part: Literal["train", "test"]) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Images of a folder with one subfolder per class, sorted; the label is the rank of its folder. Read one by one."""
+    """Images of a folder with one subfolder per class, sorted; the label is the rank among those with images. Read one by one."""
 
     files: tuple[Path, ...]
     labels: tuple[int, ...]
@@ -86,30 +87,42 @@ class ImageFolder:
 
     @classmethod
     def open(cls, root: Path, size: int = 224) -> ImageFolder:
-        folders = sorted(f for f in root.iterdir() if f.is_dir()) if root.is_dir() else []
-        found = [(file, i) for i, f in enumerate(folders) for file in sorted(f.iterdir()) if file.suffix.lower() in SUFFIXES]
-        if not found:
+        files = {f.name: sorted(file for file in _visible(f) if file.suffix.lower() in SUFFIXES) for f in class_folders(root)}
+        classes = tuple(name for name in files if files[name])
+        if not classes:
             raise FileNotFoundError(
                 f"no images in {root}: it must hold one folder per class with .jpeg, .jpg or .png files, such as ImageNet's val/"
             )
-        return cls(tuple(f for f, _ in found), tuple(i for _, i in found), tuple(f.name for f in folders), size)
+        found = [(file, label) for label, name in enumerate(classes) for file in files[name]]
+        return cls(tuple(f for f, _ in found), tuple(i for _, i in found), classes, size)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """The image (3, size, size) in [0, 1], its shorter side brought to size * 8/7 and the centre cut out; and its label."""
+        """The image (3, size, size) in [0, 1] and its label. One of another size is cut out of its centre, the shorter side size * 8/7."""
         import numpy as np
         from PIL import Image
 
         image = Image.open(self.files[index]).convert("RGB")
-        scale = self.size * 8 / 7 / min(image.size)
-        image = image.resize(
-            (max(self.size, round(image.width * scale)), max(self.size, round(image.height * scale))), Image.Resampling.BILINEAR
-        )
-        left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
-        pixels = torch.from_numpy(np.asarray(image.crop((left, top, left + self.size, top + self.size))).copy())
+        if image.size != (self.size, self.size):
+            scale = self.size * 8 / 7 / min(image.size)
+            image = image.resize(
+                (max(self.size, round(image.width * scale)), max(self.size, round(image.height * scale))), Image.Resampling.BILINEAR
+            )
+            left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
+            image = image.crop((left, top, left + self.size, top + self.size))
+        pixels = torch.from_numpy(np.asarray(image).copy())
         return pixels.permute(2, 0, 1).float() / 255, self.labels[index]
+
+
+def class_folders(root: Path) -> list[Path]:
+    return sorted(f for f in _visible(root) if f.is_dir()) if root.is_dir() else []
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    """Without what programs leave behind, such as .ipynb_checkpoints."""
+    return (f for f in folder.iterdir() if not f.name.startswith("."))
 
 
 class Splits:
@@ -144,7 +157,7 @@ def cifar10_splits(folder: Path, held_out: int, size: int = 32) -> Splits:
             images = torch.cat(smaller)
         return TensorImages(images, labels)
 
-    return Splits(lambda: part("train"), held_out, part("test"), tuple(map(str, range(10))))
+    return Splits(lambda: part("train"), held_out, part("test"), CIFAR10)
 
 
 def folder_splits(root: Path | None, held_out: int, size: int, cache: Path, progress: Callable[[str, int, int], None]) -> Splits:

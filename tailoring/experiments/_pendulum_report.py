@@ -11,7 +11,7 @@ from typing import Any
 
 from ._pendulum_figures import pictures
 from ._report import Table, about, write
-from ._rows import Row, read
+from ._rows import Row, read_folder
 
 COLUMNS = ("method", "one-step", "train", "test", "energy", "dH/dt", "below HNN", "setting")
 NOTE = (
@@ -243,7 +243,7 @@ def tables(results: Results) -> list[Table]:
 
 def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
-    results = Results(read(folder / "rows.jsonl"))
+    results = Results(read_folder(folder, "pendulum"))
     made = tables(results)
     write(folder, "Pendulum: Figure 3", about(results.rows), made, pictures(results.rows))
     return "\n\n".join(table.text() for table in made)

@@ -202,7 +202,7 @@ def _within(shown: dict[int, str], steps: int) -> dict[int, str]:
 
 def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
-    results = Results(read_folder(folder))
+    results = Results(read_folder(folder, "planets"))
     made, drawn = tables(results), pictures(results)
     if not made:
         return "These rows hold no inductive network yet, so there is nothing to compare with."

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ._cache import make_folder
+from ._cache import make_folder, write_whole
 
 Row = dict[str, Any]
 # fields that say how to compute, not what
@@ -26,22 +26,25 @@ class Rows:
     """The file `rows.jsonl` of a run. Opening it again goes on where the run stopped, if the config is the same.
 
     The first row holds the experiment's name and config; every session of the run adds one with its commit, versions and device. A config
-    may name in `HOW` those of its fields that do not matter for the results.
+    may name in `HOW` those of its fields that do not matter for the results. `sha256` tells the content of what some of its paths lead to:
+    where it is known, it is compared in place of the path. A file without results, beside no trainings, is written anew.
     """
 
-    def __init__(self, folder: Path, experiment: str, config: Any, device: str = "cpu"):
+    def __init__(self, folder: Path, experiment: str, config: Any, device: str = "cpu", *, sha256: dict[str, str] | None = None):
         make_folder(folder)
         self.path = folder / "rows.jsonl"
         head = {"kind": "config", "experiment": experiment, "config": json.loads(json.dumps(asdict(config), default=str))}
         if hasattr(config, "HOW"):
             head["how"] = sorted(config.HOW)
-        found = list(read(self.path)) if self.path.exists() else []
-        if found:
-            _refuse_another(self.path, found[0], head)
-            _drop_broken_end(self.path)
-        self._rows = found or []
-        if not found:
-            self.add(**head)
+        if sha256:
+            head["sha256"] = sha256
+        self._rows = list(read(self.path)) if self.path.exists() else []
+        if has_results(self._rows) or (self._rows and (folder / "weights").exists()):  # trainings leave theirs before the first result
+            _refuse_another(self.path, self._rows[0], head)
+            _mend_end(self.path)
+        else:
+            write_whole(self.path, (json.dumps(head) + "\n").encode())
+            self._rows = [head]
         self.add(kind="session", **environment(device))
 
     def add(self, **row: Any) -> None:
@@ -70,42 +73,76 @@ def read(path: Path) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except json.JSONDecodeError:
-                if number < len(lines):  # only a line that was not finished may be broken
-                    raise ValueError(f"{path}, line {number}: not a JSON row; mend or move the file (nothing was changed)") from None
+                if number == len(lines):  # only a line that was not finished may be broken
+                    return
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: not a JSON row; mend or move the file (nothing was changed)")
+            yield row
 
 
-def read_folder(folder: Path) -> list[Row]:
-    """The rows of a run: `rows.jsonl`, and `rows-*.jsonl` of other machines that ran parts of it with the same config (`--only`)."""
+def read_folder(folder: Path, experiment: str | None = None) -> list[Row]:
+    """The rows of a run: `rows.jsonl`, and `rows-*.jsonl` of other machines that ran parts of it with the same config (`--only`).
+
+    If an experiment is named, they must be its rows, with results among them.
+    """
     rows: list[Row] = []
     for path in sorted(folder.glob("rows*.jsonl")) or [folder / "rows.jsonl"]:
         part = list(read(path))
-        if rows:
+        if rows and part:
             common = {name: value for name, value in rows[0]["config"].items() if name in part[0]["config"]}
             older = {**part[0], "config": {name: value for name, value in part[0]["config"].items() if name in common}}
             _refuse_another(path, older, {**rows[0], "config": common})  # a setting that one of them did not know yet is no difference
         rows += part
+    if experiment is not None:
+        found = rows[0].get("experiment") if rows else experiment
+        if found != experiment:
+            known = f"results of {found}" if found else "no results of this library"
+            raise ValueError(f"{folder} holds {known}, not of {experiment}: give the folder of a run of {experiment} with --out")
+        if not has_results(rows):
+            raise ValueError(f"{folder} holds no results of {experiment} yet: run it first, or give the folder of a run with --out")
     return rows
 
 
-def _drop_broken_end(path: Path) -> None:
+def has_results(rows: Iterable[Row]) -> bool:
+    return any(row.get("kind") not in ("config", "session", "data") for row in rows)
+
+
+def _mend_end(path: Path) -> None:
+    """End a last line that lacks only its end; drop one that was cut off in the middle."""
     content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+    whole = content.rfind(b"\n") + 1
+    try:
+        json.loads(content[whole:] or b"{}")
+    except ValueError:
+        os.truncate(path, whole)
+    else:
+        if content[whole:]:
+            with path.open("ab") as file:
+                file.write(b"\n")
 
 
 def _refuse_another(path: Path, found: Row, head: Row) -> None:
     if found.get("kind") != "config" or found.get("experiment") != head["experiment"]:
         raise ValueError(f"{path} is not a result file of {head['experiment']}: choose another folder with --out (nothing was changed)")
-    how = set(head.get("how", HOW))
-    differences = [f"{name}: {was!r} there, {now!r} now" for name, was, now in _different(found["config"], head["config"], how)]
+    was, now, contents = found["config"], head["config"], head.get("sha256", {})
+    known = found.get("sha256", {})
+    how = {*head.get("how", HOW), *(name for name in contents if name in known or _moved_along(was, now, name))}
+    differences = [f"{name}: {a!r} there, {b!r} now" for name, a, b in _different(was, now, how)]
+    differences += [f"{name}: another content there than now" for name in contents if known.get(name, contents[name]) != contents[name]]
     if differences:
         raise ValueError(
             f"{path} holds results of another config ({'; '.join(differences)}): choose another folder with --out, "
             "or the same settings to go on (nothing was changed)"
         )
+
+
+def _moved_along(was: Row, now: Row, name: str) -> bool:
+    """Whether a path leads to the same place as seen from the run's folder, which may have been moved with what lies around it."""
+    seen = [os.path.relpath(config[name], config["out"]) for config in (was, now) if config.get(name) and config.get("out")]
+    return len(seen) == 2 and seen[0] == seen[1]
 
 
 def _different(was: Row, now: Row, how: set[str], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

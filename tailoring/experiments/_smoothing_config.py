@@ -10,6 +10,8 @@ from ._classifiers import Inner, Network
 from ._images import data_folder
 from ._smoothing_losses import Macer, SmoothAdv
 
+AT_LEAST_ONE = ("size", "batch", "extra_batch", "copies_batch", "certify_batch", "every", "images", "validation_images")
+AT_LEAST_ONE += ("epochs", "extra_epochs", "macer_epochs", "smoothadv_epochs", "regime_epochs", "n0", "n", "more_n", "validation_n")
 Extra = Literal["scratch", "more", "macer", "smoothadv", "search", "regimes"]
 
 
@@ -153,12 +155,17 @@ def quick() -> Config:
 
 def check(config: Config) -> None:
     """Refuse now what would fail after hours of training."""
+    if not config.sigmas:
+        raise ValueError("--sigmas names no noise to train with: give one or more, the one with all the controls first")
     for sigma in (*config.sigmas, *config.more_sigmas):
         if not 0 < config.inner.nu < sigma:
             raise ValueError(f"the tailoring's noise, nu = {config.inner.nu}, must be above 0 and below every sigma, but one is {sigma}")
-    for name in ("n0", "n", "more_n", "validation_n", "every", "images", "validation_images", "epochs", "extra_epochs", "certify_batch"):
+    for name in AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
+    for name in ("rate", "extra_rate"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(config, name)}")
     if not 0 < config.alpha < 1:
         raise ValueError(f"--alpha must lie between 0 and 1, not {config.alpha}")
     if config.inner.steps < 1:

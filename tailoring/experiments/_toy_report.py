@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ._report import Picture, Table, about, new_figure, write
-from ._rows import Row, read
+from ._rows import Row, read_folder
 
 
 class Results:
@@ -108,7 +108,7 @@ def _attack(results: Results) -> Picture:
 
 def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
-    results = Results(list(read(folder / "rows.jsonl")))
+    results = Results(read_folder(folder, "toy"))
     made = _tables(results)
     write(folder, "Toy adversarial example: Figure 5", about(results.rows), made, [_boundaries(results), _attack(results)])
     return "\n\n".join(table.text() for table in made)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from tailoring.nn import load_weights
 from tailoring.smoothing import Smoothed, average_radius, certified_accuracy
 
-from ._classifiers import LARGE, Network, Tailoring, build, count_classes, read_weights, tailored
-from ._images import Images, TensorImages, cifar10, data_folder, image_folder
+from ._classifiers import LARGE, Network, Tailoring, build, class_names, count_classes, for_classes, read_weights, tailored
+from ._images import CIFAR10, ImageFolder, Images, TensorImages, cifar10, data_folder, image_folder
 from ._report import Table
 from ._rows import Row, Rows, read_folder
 
@@ -29,7 +30,7 @@ SEARCHED = {"max_autotune_gemm": True, "benchmark_epilogue_fusion": False, "prol
 class Config(Tailoring):
     """What is certified, and how. The defaults are Cohen et al.'s and the tailoring paper's."""
 
-    HOW: ClassVar = frozenset({"out", "data_dir", "accelerator", "compile", "autotune", "engine", "address", "workers"})
+    HOW: ClassVar = frozenset({"out", "data_dir", "every", "images", "accelerator", "compile", "autotune", "engine", "address", "workers"})
 
     weights: Path
     """checkpoint of the network, .safetensors or a PyTorch file of plain tensors; Cohen's, torchvision's and akamaster's names are known"""
@@ -38,7 +39,7 @@ class Config(Tailoring):
     shortcut: Literal["conv", "pad"] = "conv"
     """Cohen's CIFAR networks have convolutions in their shortcuts, the public ResNet-20/56 zero padding"""
     statistics: Literal["cifar", "imagenet"] | None = None
-    """with which images are standardised; by default those of the data set"""
+    """with which the CIFAR networks standardise images; by default those of the data set"""
     out: Path = Path("runs/certify")
     """folder of the rows"""
     data: Literal["cifar10", "imagenet", "given"] = "cifar10"
@@ -47,6 +48,8 @@ class Config(Tailoring):
     """folder of cifar-10-batches-bin; TAILORING_DATA by default"""
     root: Path | None = None
     """of the data set imagenet: a folder with one folder of images per class"""
+    classes: Path | None = None
+    """where the network knows other classes than the data: a file or folder that names all of the network's, as ImageNet's val/ does"""
     size: int | None = None
     """pixels of an image's side; by default 32 for the CIFAR networks, 224 for the others"""
     sigma: float = 0.5
@@ -62,7 +65,7 @@ class Config(Tailoring):
     every: int = 20
     """certify every 20th image, as Cohen et al. do on CIFAR-10"""
     images: int = 500
-    """how many at most"""
+    """how many at most, spread over all of them; more of either adds to a run"""
     skip_wrong: bool = False
     """spend no samples on an image whose guess is wrong: it counts 0 in every table, whatever they would say"""
     seed: int = 0
@@ -90,27 +93,65 @@ class Config(Tailoring):
 
 def run(config: Config, progress: Progress = lambda what, done, total: None, images: Images | None = None) -> Path:
     """Append a row for every image that has none yet; `images` in place of the config's."""
-    images = _images(config) if images is None else images
-    device = _device(config)
-    rows = Rows(config.out, "certify", config, str(device))
-    done = {row["index"] for row in rows if row["kind"] == "image"}
-    todo = list(range(0, len(images), config.every))[: config.images]
-    left = [index for index in todo if index not in done]
+    _check(config)
+    data = _images(config) if images is None else images
     state = read_weights(config.weights)
-    _classifier(config, state)  # fails here, not on a worker, if the weights do not fit
+    if images is None:
+        classes = data.classes if isinstance(data, ImageFolder) else CIFAR10
+        state = for_classes(state, config.weights, classes, config.classes)
+    _smoothed(config, _classifier(config, state))  # fails here, not on a worker, if the weights do not fit
+    rows = Rows(config.out, "certify", config, str(_device(config)), sha256=_contents(config, data))
+    done = {row["index"] for row in rows if row["kind"] == "image"}
+    todo = chosen(len(data), config.every, config.images)
+    left = [index for index in todo if index not in done]
     engine = _over_ray if config.engine == "ray" else _here
-    for row in engine(config, state, images, left):
+    for row in engine(config, state, data, left):
         rows.add(kind="image", **row)
         done.add(row["index"])
         progress("images", len(done & set(todo)), len(todo))
     return config.out
 
 
+def chosen(count: int, every: int, most: int) -> list[int]:
+    """Every so many of `count` images; if these are more than `most`, that many, spread over them: a folder's are sorted by class."""
+    found = range(0, count, every)
+    return [found[i * len(found) // most] for i in range(most)] if len(found) > most else list(found)
+
+
+def _check(config: Config) -> None:
+    for name in ("n0", "n", "batch", "every", "images", "size", "workers"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, not {value}")
+    if not 0 < config.alpha < 1:
+        raise ValueError(f"--alpha must lie between 0 and 1, not {config.alpha}")
+    if config.network in LARGE and config.data != "given" and (config.statistics or config.shortcut != "conv"):
+        raise ValueError(f"--statistics and --shortcut are of the CIFAR networks, {config.network} has its own: leave them out")
+    if config.accelerator == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "there is no CUDA device on this machine: use --accelerator cpu, or auto, with which a cluster's workers use theirs"
+        )
+
+
+def _contents(config: Config, images: Images) -> dict[str, str]:
+    """Of what the config's paths lead to: what has changed since must not be mixed with older rows."""
+    found = {"weights": hashlib.sha256(config.weights.read_bytes()).hexdigest()}
+    if isinstance(images, ImageFolder):
+        found["root"] = _digest(f"{file.parent.name}/{file.name}" for file in images.files)
+    if config.classes:
+        found["classes"] = _digest(class_names(config.classes))
+    return found
+
+
+def _digest(names: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
 def certify_image(config: Config, classifier: nn.Module, image: Tensor, label: int, index: int) -> Row:
     """One image (3, H, W) on the classifier's device."""
     device = next(classifier.parameters()).device
     start = time.monotonic()
-    smoothed = Smoothed(_run_as(config, classifier), config.sigma, nu=config.nu if config.tailor else 0.0, batch=config.batch)
+    smoothed = _smoothed(config, classifier)
     with torch.no_grad():
         query, seed = image.to(device), config.seed + index
         guess = int(smoothed.votes(query, config.n0, seed, phase=0).argmax()) if config.skip_wrong else label
@@ -120,6 +161,10 @@ def certify_image(config: Config, classifier: nn.Module, image: Tensor, label: i
         found = smoothed.certify(query[None], config.n0, config.n, config.alpha, seeds=[seed])
     numbers = {name: getattr(found, name).item() for name in ("radius", "paper_radius", "votes")}
     return {"index": index, "label": label, "predict": int(found.label), **numbers, "seconds": time.monotonic() - start}
+
+
+def _smoothed(config: Config, classifier: nn.Module) -> Smoothed:
+    return Smoothed(_run_as(config, classifier), config.sigma, nu=config.nu if config.tailor else 0.0, batch=config.batch)
 
 
 def _run_as(config: Config, classifier: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -211,10 +256,8 @@ def _on_worker(shared: tuple[Config, dict[str, Any]], image: Tensor, label: int,
 
 def report(folder: Path) -> str:
     """Certified accuracy at radii and ACR, by the sound radius and by the paper's convention."""
-    rows = read_folder(folder)
+    rows = read_folder(folder, "certify")
     images = list({row["index"]: row for row in rows if row["kind"] == "image"}.values())
-    if not images:
-        return "No image is certified yet."
     config = rows[0]["config"]
     truth, label = (torch.tensor([row[name] for row in images]) for name in ("label", "predict"))
     radii = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25]

@@ -16,15 +16,14 @@ from torch import nn
 from tailoring import Tailored
 from tailoring.nn import load_weights
 
-from . import certify
-from ._classifiers import Tailoring, build, count_classes, read_weights, restricted, tailored
+from . import _smoothing_report, certify
+from ._classifiers import Tailoring, build, for_classes, read_weights, tailored
 from ._images import Images, Splits, cifar10_splits, data_folder, folder_splits, made_splits
-from ._rows import Rows
+from ._rows import Rows, read_folder
 from ._smoothing_config import Config as Config
 from ._smoothing_config import quick as quick
 from ._smoothing_losses import RobustLoss
 from ._smoothing_plan import Certification, Training, base, plan
-from ._smoothing_report import report as report
 from ._train import Learner, Progress, Schedule, train, trained
 
 WORTH_COMPILING = 10_000  # updates: to compile the training of a tailored ResNet-110 takes minutes (200 s on an H200, for 45 ms an update)
@@ -38,6 +37,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     fabric: Any = Fabric(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision)
     fabric.launch()
     bench = Bench(config, _images(config, fabric, progress), fabric, progress)
+    bench.check_start(todo)
     rows = Rows(config.out, "smoothing", config, str(fabric.device)) if fabric.is_global_zero else None
     if rows is not None and not rows.has(kind="data"):
         rows.add(kind="data", classes=len(bench.images.classes), test=len(bench.images.test))
@@ -131,6 +131,13 @@ class Bench:
             load_weights(net, state)
         return net.to(self.fabric.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
+    def check_start(self, items: list[Training | Certification]) -> None:
+        """Refuse pre-trained weights now, if they are needed and do not fit."""
+        needed = (t for item in items for t in _needed(self.config, item) if not t.start)
+        first = next((t for t in needed if trained(self.weights, t.name) is None), None)
+        if first is not None:
+            self.network(first)
+
     @torch.no_grad()
     def accuracy(self, t: Training) -> float:
         """Of single noisy validation images, without tailoring: whether a training went as it should."""
@@ -192,6 +199,12 @@ class Bench:
         )
 
 
+def report(folder: Path) -> str:
+    """Write figures and the page beside the rows; the tables as text."""
+    read_folder(folder, "smoothing")  # refuses another experiment's
+    return _smoothing_report.report(folder)
+
+
 def pretrained(config: Config, classes: tuple[str, ...]) -> dict[str, Any] | None:
     """The weights that a run's first training starts from, their last layer brought to the data's classes; None to start from scratch."""
     path = config.pretrained
@@ -205,25 +218,7 @@ def pretrained(config: Config, classes: tuple[str, ...]) -> dict[str, Any] | Non
             ) from None
     if path is None:
         return None
-    state = read_weights(path)
-    known = count_classes(state)
-    if known == len(classes):
-        return state
-    if config.classes is None:
-        raise ValueError(
-            f"{path} knows {known} classes, the data {len(classes)}: name all {known}, in order, with --classes FILE or FOLDER"
-        )
-    names = _names(config.classes)
-    missing = [name for name in classes if name not in names]
-    if missing or len(names) != known:
-        raise ValueError(f"{config.classes} names {len(names)} classes ({known} are needed) and lacks {missing[:5]} of the data's")
-    return restricted(state, [names.index(name) for name in classes])
-
-
-def _names(path: Path) -> list[str]:
-    if not path.exists():
-        raise FileNotFoundError(f"no file or folder of class names at {path}")
-    return sorted(f.name for f in path.iterdir() if f.is_dir()) if path.is_dir() else path.read_text().split()
+    return for_classes(read_weights(path), path, classes, config.classes)
 
 
 def _since(began: float) -> float:
