@@ -83,6 +83,25 @@ def test_a_query_is_certified_alone_as_in_company():
     assert together.votes.tolist() != smoothed.certify(x, n=300, seeds=[1, 2, 3, 4]).votes.tolist()
 
 
+def test_a_guess_may_be_given():
+    asked = []
+
+    def spy(x):
+        asked.append(len(x))
+        return torch.stack([x[:, 0], -x[:, 0]], 1)
+
+    smoothed, x = Smoothed(spy, 1.0), torch.tensor([[0.5], [-0.8]])
+    found = smoothed.certify(x, n=1000)
+    assert asked == [100, 1000] * 2
+    asked.clear()
+    given = smoothed.certify(x, n=1000, guess=found.label.tolist())
+    assert asked == [1000] * 2
+    assert (given.votes == found.votes).all()
+    assert smoothed.certify(x, n=1000, guess=[1, 0]).label.tolist() == [ABSTAIN, ABSTAIN]
+    with pytest.raises(ValueError, match="there are 1 guesses for 2 queries"):
+        smoothed.certify(x, guess=[1])
+
+
 def test_the_samples_of_guess_estimate_and_chunks_differ():
     seen = []
 

@@ -154,11 +154,11 @@ def certify_image(config: Config, classifier: nn.Module, image: Tensor, label: i
     smoothed = _smoothed(config, classifier)
     with torch.no_grad():
         query, seed = image.to(device), config.seed + index
-        guess = int(smoothed.votes(query, config.n0, seed, phase=0).argmax()) if config.skip_wrong else label
-        if guess != label:
+        guess = int(smoothed.votes(query, config.n0, seed, phase=0).argmax())
+        if guess != label and config.skip_wrong:
             zero = {"radius": 0.0, "paper_radius": 0.0, "votes": None}
             return {"index": index, "label": label, "predict": guess, **zero, "seconds": time.monotonic() - start}
-        found = smoothed.certify(query[None], config.n0, config.n, config.alpha, seeds=[seed])
+        found = smoothed.certify(query[None], n=config.n, alpha=config.alpha, seeds=[seed], guess=[guess])
     numbers = {name: getattr(found, name).item() for name in ("radius", "paper_radius", "votes")}
     return {"index": index, "label": label, "predict": int(found.label), **numbers, "seconds": time.monotonic() - start}
 

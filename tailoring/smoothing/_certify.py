@@ -71,15 +71,28 @@ class Smoothed:
         return torch.tensor(labels, device=x.device)
 
     def certify(
-        self, x: Tensor, n0: int = 100, n: int = 100_000, alpha: float = 0.001, *, seeds: Sequence[int] | None = None
+        self,
+        x: Tensor,
+        n0: int = 100,
+        n: int = 100_000,
+        alpha: float = 0.001,
+        *,
+        seeds: Sequence[int] | None = None,
+        guess: Sequence[int] | None = None,
     ) -> Certificates:
-        """Guess each query's class from n0 samples, bound its probability from n others, abstain below one half."""
+        """Guess each query's class from n0 samples, bound its probability from n others, abstain below one half.
+
+        A `guess` for each query may be given instead, wherever it comes from but the n samples (those of `votes` with phase=1).
+        """
         _check(x, alpha, seeds, n0, n)
         _refuse_mixing(self.classifier)
         labels, votes = [], []
-        for query, seed in zip(x, _seeds(x, seeds), strict=True):
-            labels.append(self.votes(query, n0, seed, phase=0).argmax())
-            votes.append(self.votes(query, n, seed, phase=1)[labels[-1]])
+        if guess is not None and len(guess) != len(x):
+            raise ValueError(f"there are {len(guess)} guesses for {len(x)} queries")
+        for i, (query, seed) in enumerate(zip(x, _seeds(x, seeds), strict=True)):
+            guessed = self.votes(query, n0, seed, phase=0).argmax() if guess is None else torch.as_tensor(guess[i], device=x.device)
+            labels.append(guessed)
+            votes.append(self.votes(query, n, seed, phase=1)[guessed])
         label, vote = torch.stack(labels), torch.stack(votes)  # the only place where the host waits for the device
         p = lower_bound(vote, n, alpha)
         quantile = torch.tensor(stats.norm.ppf(p.cpu().numpy()), dtype=torch.float64, device=x.device)
