@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from scipy import stats
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tailoring.__main__ import main
 from tailoring.experiments import smoothing
@@ -239,6 +240,22 @@ def test_the_settings_of_the_search_do_what_they_say():
 def test_a_regime_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no regime matches 'lr 7'; there are: paper's, lr 1, "):
         list(plan(tiny(tmp_path, regimes=("logits", "lr 7"), extras=("regimes",))))
+
+
+def test_an_attack_copies_no_number_to_the_device():
+    """Trainings are recorded as CUDA graphs, and while one records, nothing may come from the CPU."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, y, noise = torch.rand(2, 3, 4, 4), torch.tensor([0, 1]), torch.randn(2, 2, 3, 4, 4)
+    with Watch():
+        adversarial(lambda images: images.flatten(1)[:, :3], x, y, noise, 1.0, 2)
+    assert torch.ops.aten.logsumexp.default in seen
+    assert torch.ops.aten.lift_fresh.default not in seen
 
 
 # A whole, tiny run

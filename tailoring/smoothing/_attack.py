@@ -46,7 +46,8 @@ def descend_within(
 
     `after` each step, what has moved may be put where it is allowed to be.
     """
-    size = torch.as_tensor(radius, dtype=x.dtype, device=x.device).expand(len(x)).view(-1, *[1] * (x.ndim - 1))
+    # a number stays one: to make it a tensor would wait for the device, which a training that is recorded as a CUDA graph must not
+    size = radius.to(x).expand(len(x)).view(-1, *[1] * (x.ndim - 1)) if isinstance(radius, Tensor) else radius
     delta = torch.zeros_like(x)
     for _ in range(steps):
         with torch.enable_grad():
