@@ -10,8 +10,10 @@ from ._classifiers import Inner, Network
 from ._images import data_folder
 from ._smoothing_losses import Macer, SmoothAdv
 
-AT_LEAST_ONE = ("size", "batch", "extra_batch", "copies_batch", "certify_batch", "every", "images", "validation_images")
-AT_LEAST_ONE += ("epochs", "extra_epochs", "macer_epochs", "smoothadv_epochs", "regime_epochs", "n0", "n", "more_n", "validation_n")
+AT_LEAST_ONE = (
+    *("size", "batch", "extra_batch", "copies_batch", "certify_batch", "every", "images", "validation_images"),
+    *("epochs", "extra_epochs", "macer_epochs", "smoothadv_epochs", "regime_epochs", "n0", "n", "more_n", "validation_n"),
+)
 Extra = Literal["scratch", "more", "macer", "smoothadv", "search", "regimes"]
 
 

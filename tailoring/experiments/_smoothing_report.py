@@ -97,7 +97,7 @@ class Certified:
 
 class Results:
     def __init__(self, folder: Path):
-        self.rows = read_folder(folder)
+        self.rows = read_folder(folder, "smoothing")
         self.config = self.rows[0]["config"]
         self.classes: int = next((row["classes"] for row in self.rows if row["kind"] == "data"), 0)
         self.trainings = {row["name"]: row for row in self.rows if row["kind"] == "trained"}

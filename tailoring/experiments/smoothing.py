@@ -16,14 +16,15 @@ from torch import nn
 from tailoring import Tailored
 from tailoring.nn import load_weights
 
-from . import _smoothing_report, certify
+from . import certify
 from ._classifiers import Tailoring, build, for_classes, read_weights, tailored
 from ._images import Images, Splits, cifar10_splits, data_folder, folder_splits, made_splits
-from ._rows import Rows, read_folder
+from ._rows import Rows
 from ._smoothing_config import Config as Config
 from ._smoothing_config import quick as quick
 from ._smoothing_losses import RobustLoss
 from ._smoothing_plan import Certification, Training, base, plan
+from ._smoothing_report import report as report
 from ._train import Learner, Progress, Schedule, train, trained
 
 WORTH_COMPILING = 10_000  # updates: to compile the training of a tailored ResNet-110 takes minutes (200 s on an H200, for 45 ms an update)
@@ -197,12 +198,6 @@ class Bench:
             address=config.address,
             workers=config.workers,
         )
-
-
-def report(folder: Path) -> str:
-    """Write figures and the page beside the rows; the tables as text."""
-    read_folder(folder, "smoothing")  # refuses another experiment's
-    return _smoothing_report.report(folder)
 
 
 def pretrained(config: Config, classes: tuple[str, ...]) -> dict[str, Any] | None:
