@@ -32,10 +32,11 @@ from tailoring.experiments._rows import read
 from tailoring.experiments._smoothing_losses import Macer, RobustLoss, SmoothAdv, adversarial, macer_loss, shifted
 from tailoring.experiments._smoothing_paper import PAPER, RADII
 from tailoring.experiments._smoothing_plan import base, on_top, plan, regimes
+from tailoring.experiments._smoothing_probe import probe
 from tailoring.experiments._smoothing_report import Results, difference, tables
 from tailoring.experiments._train import Schedule, trained
 from tailoring.nn import EfficientNetLite0, load_weights
-from tailoring.random import normal, seeds_of
+from tailoring.random import fold, normal, seeds_of
 from tailoring.smoothing import Smoothed, bootstrap_difference, lower_bound, read_log
 
 ROOT = Path(__file__).parent.parent
@@ -240,6 +241,30 @@ def test_the_settings_of_the_search_do_what_they_say():
 def test_a_regime_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no regime matches 'lr 7'; there are: paper's, lr 1, "):
         list(plan(tiny(tmp_path, regimes=("logits", "lr 7"), extras=("regimes",))))
+
+
+def test_a_probe_asks_the_same_noisy_images_with_the_step_and_without():
+    torch.manual_seed(0)
+    net, labels = build("resnet8", 3).eval(), torch.tensor([0, 1, 2, 0, 1, 2])
+    part = TensorImages((255 * torch.rand(6, 3, 8, 8)).byte(), labels)
+    ask = functools.partial(probe, part=part, sigma=0.5, copies=3, seed=1, device=torch.device("cpu"))
+    model = tailored(net, Inner(lr=3.0))
+    found = ask(model, batch=4)
+    probabilities, votes = [], []
+    for copy in range(3):
+        x = part.images.float() / 255 + 0.5 * normal(fold(fold(torch.arange(6), 1), copy), (3, 8, 8))
+        with torch.no_grad():
+            answers = torch.stack([answer(x) for answer in (model, net)])
+        votes.append(answers.argmax(2) == labels)
+        probabilities.append(answers.softmax(2)[:, torch.arange(6), labels])
+    assert [found.right, found.right_0] == torch.stack(votes).sum(0).tolist()
+    gained = torch.stack(probabilities).mean(0)
+    torch.testing.assert_close(torch.tensor(found.gained), gained[0] - gained[1], rtol=0, atol=1e-5)
+    assert found.probability_gain[0] == pytest.approx(float((gained[0] - gained[1]).mean()), abs=1e-5)
+    assert found.accuracy_gain[0] == pytest.approx((sum(found.right) - sum(found.right_0)) / 18)
+    assert any(found.gained)
+    idle = ask(tailored(net, Inner(lr=0.0)), batch=6)
+    assert (idle.right, idle.right_0, idle.gained) == (found.right_0, found.right_0, [0.0] * 6)
 
 
 def test_an_attack_copies_no_number_to_the_device():
@@ -449,6 +474,10 @@ def test_the_report_says_what_the_rows_say(finished, capsys):
     assert mean == pytest.approx(meta.acr() - zero.acr())
     for words in ("the step itself", "extra training alone", "Does the step itself help?", "Search on validation", "MACER: meta-tailoring"):
         assert words in text
+    asked = results.probes["regime logits"]
+    gain = (np.array(asked["right"]) - np.array(asked["right_0"])).mean() / asked["copies"]
+    line = next(line for line in text.splitlines() if line.split()[:1] == ["logits"])
+    assert [f"{50 * np.mean(asked['right_0']):.2f}", f"{100 * gain:+.2f}"] == [word.rstrip("*") for word in line.split()[1:3]]
     assert "Table 3" not in text  # made images have no place beside the paper's
     assert (finished / "report.html").exists()
 

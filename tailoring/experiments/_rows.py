@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,14 @@ class Rows:
     def __init__(self, folder: Path, experiment: str, config: Any, device: str = "cpu", *, sha256: dict[str, str] | None = None):
         make_folder(folder)
         self.path = folder / "rows.jsonl"
-        head = {"kind": "config", "experiment": experiment, "config": json.loads(json.dumps(asdict(config), default=str))}
+        head = {"kind": "config", "experiment": experiment, "config": _plain(asdict(config))}
         if hasattr(config, "HOW"):
             head["how"] = sorted(config.HOW)
         if sha256:
             head["sha256"] = sha256
         self._rows = list(read(self.path)) if self.path.exists() else []
         if has_results(self._rows) or (self._rows and (folder / "weights").exists()):  # trainings leave theirs before the first result
-            _refuse_another(self.path, self._rows[0], head)
+            _refuse_another(self.path, self._rows[0], head, _defaults(config))
             _mend_end(self.path)
         else:
             write_whole(self.path, (json.dumps(head) + "\n").encode())
@@ -94,7 +94,7 @@ def read_folder(folder: Path, experiment: str | None = None) -> list[Row]:
         if rows and part:
             common = {name: value for name, value in rows[0]["config"].items() if name in part[0]["config"]}
             older = {**part[0], "config": {name: value for name, value in part[0]["config"].items() if name in common}}
-            _refuse_another(path, older, {**rows[0], "config": common})  # a setting that one of them did not know yet is no difference
+            _refuse_another(path, older, {**rows[0], "config": common}, {})  # a setting that one of them did not know yet is no difference
         rows += part
     if experiment is not None:
         found = rows[0].get("experiment") if rows else experiment
@@ -124,10 +124,21 @@ def _mend_end(path: Path) -> None:
                 file.write(b"\n")
 
 
-def _refuse_another(path: Path, found: Row, head: Row) -> None:
+def _plain(value: Any) -> Any:
+    """As JSON holds it."""
+    return json.loads(json.dumps(value, default=lambda o: asdict(o) if is_dataclass(o) and not isinstance(o, type) else str(o)))
+
+
+def _defaults(config: Any) -> Row:
+    """What a file that does not know a setting was made with: there was no other choice then."""
+    known = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(config)}
+    return {name: _plain(value) for name, value in known.items() if value is not MISSING}
+
+
+def _refuse_another(path: Path, found: Row, head: Row, defaults: Row) -> None:
     if found.get("kind") != "config" or found.get("experiment") != head["experiment"]:
         raise ValueError(f"{path} is not a result file of {head['experiment']}: choose another folder with --out (nothing was changed)")
-    was, now, contents = found["config"], head["config"], head.get("sha256", {})
+    was, now, contents = defaults | found["config"], head["config"], head.get("sha256", {})
     known = found.get("sha256", {})
     how = {*head.get("how", HOW), *(name for name in contents if name in known or _moved_along(was, now, name))}
     differences = [f"{name}: {a!r} there, {b!r} now" for name, a, b in _different(was, now, how)]

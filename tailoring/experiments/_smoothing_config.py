@@ -12,9 +12,10 @@ from ._smoothing_losses import Macer, SmoothAdv
 
 AT_LEAST_ONE = (
     *("size", "batch", "extra_batch", "copies_batch", "certify_batch", "every", "images", "validation_images"),
+    *("probe_images", "probe_copies"),
     *("epochs", "extra_epochs", "macer_epochs", "smoothadv_epochs", "regime_epochs", "n0", "n", "more_n", "validation_n"),
 )
-Extra = Literal["scratch", "more", "macer", "smoothadv", "search", "regimes"]
+Extra = Literal["more", "macer", "smoothadv", "scratch", "probes", "search", "regimes"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Config:
     """Settings of the certified-robustness experiment; beside each, where it comes from."""
 
     HOW: ClassVar = frozenset(
-        {"out", "data_dir", "classes", "only", "compile", "autotune", "accelerator", "devices", "strategy", "engine", "address", "workers"}
+        {"out", "data_dir", "classes", "extras", "only", "compile", "autotune"}
+        | {"accelerator", "devices", "strategy", "engine", "address", "workers"}
     )
 
     out: Path = Path("runs/smoothing")
@@ -95,11 +97,15 @@ class Config:
     """that settings are compared with"""
     validation_n: int = 1000
     """samples for each"""
+    probe_images: int = 1000
+    """validation images that probes ask: whether a setting's step helps single noisy images"""
+    probe_copies: int = 4
+    """noisy copies of each"""
     regimes: tuple[str, ...] = ("*",)
     """which settings to search for one where the step itself helps; names or patterns"""
     regime_epochs: int = 2
     """of meta-tailoring with each"""
-    extras: tuple[Extra, ...] = ("more", "macer", "smoothadv", "scratch", "search", "regimes")
+    extras: tuple[Extra, ...] = ("more", "macer", "smoothadv", "scratch", "probes", "search", "regimes")
     """besides the plain, control, tailored and meta-tailored classifiers; in the order of the issue"""
     only: tuple[str, ...] = ("*",)
     """train and certify only what matches these patterns, e.g. 's0.5-*'; what these need is trained, too"""
@@ -148,6 +154,8 @@ def quick() -> Config:
         lrs=(0.1, 1.0),
         validation_images=20,
         validation_n=100,
+        probe_images=20,
+        probe_copies=2,
         regimes=("normalised 0.1", "logits", "last block's weights"),
         regime_epochs=1,
         certify_batch=200,

@@ -64,6 +64,29 @@ class Certification:
         return _file_name(f"s{self.training.sigma:g}-{self.role}-{kind}")
 
 
+@dataclass(frozen=True)
+class Probe:
+    """One network and one setting, whose step is tried on single noisy validation images."""
+
+    training: Training
+    role: str
+    inner: Inner
+
+    @property
+    def noise(self) -> float:
+        return outer_sigma(self.training.sigma, self.inner.nu)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"role": self.role, "training": self.training.name, "sigma": self.training.sigma, "noise": self.noise} | {
+            "inner": asdict(self.inner)
+        }
+
+    @property
+    def name(self) -> str:
+        return _file_name(f"s{self.training.sigma:g}-{self.role}-probe")
+
+
 def _file_name(words: str) -> str:
     return words.replace(" ", "_").replace("'", "").replace(",", "")
 
@@ -92,8 +115,8 @@ def regimes(paper: Inner) -> dict[str, Inner]:
     }
 
 
-def plan(config: Config) -> Iterator[Certification]:
-    """Every certification of a run, the most important first; each names the training it needs."""
+def plan(config: Config) -> Iterator[Certification | Probe]:
+    """Everything that a run finds out, the most important first; each names the training it needs."""
     check(config)
     first, *others = config.sigmas
     yield from _controls(config, first, config.n)
@@ -110,6 +133,8 @@ def plan(config: Config) -> Iterator[Certification]:
         scratch = replace(base(config, first), role="scratch", inner=config.inner)
         yield Certification(scratch, "scratch", config.inner, config.n)
         yield Certification(scratch, "scratch-0", replace(config.inner, steps=0), config.n)
+    if "probes" in config.extras:
+        yield from _probes(config, first)
     if "search" in config.extras:
         yield from _search(config, first)
     if "regimes" in config.extras:
@@ -160,15 +185,36 @@ def _other_method(config: Config, sigma: float, method: Method, epochs: int) -> 
 
 def _search(config: Config, sigma: float) -> Iterator[Certification]:
     """The paper's: tailoring alone, on the trained network."""
+    for role, inner in _searched(config, sigma):
+        yield _zero_steps(config, base(config, sigma), "search", inner.nu)
+        yield _validated(config, base(config, sigma), role, inner)
+
+
+def _searched(config: Config, sigma: float) -> Iterator[tuple[str, Inner]]:
     for nu in config.nus:
         if nu < sigma:
-            yield _zero_steps(config, base(config, sigma), "search", nu)
-            for lr in config.lrs:
-                yield _validated(config, base(config, sigma), f"search nu {nu:g} lr {lr:g}", replace(config.inner, nu=nu, lr=lr))
+            yield from ((f"search nu {nu:g} lr {lr:g}", replace(config.inner, nu=nu, lr=lr)) for lr in config.lrs)
 
 
 def _regimes(config: Config, sigma: float) -> Iterator[Certification]:
     """Each setting with tailoring alone and with meta-tailoring, beside its own zero steps."""
+    for training, role, inner in _tried(config, sigma):
+        yield _validated(config, training, role, inner)
+        yield _zero_steps(config, training, role if training.start else "search", inner.nu)
+
+
+def _probes(config: Config, sigma: float) -> Iterator[Probe]:
+    """All that the search and the regimes try, and the main table's meta-tailored network."""
+    trained = base(config, sigma)
+    for role, inner in _searched(config, sigma):
+        yield Probe(trained, role, inner)
+    yield Probe(on_top(config, sigma, "meta"), "meta", config.inner)
+    for training, role, inner in _tried(config, sigma):
+        yield Probe(training, role, inner)
+
+
+def _tried(config: Config, sigma: float) -> Iterator[tuple[Training, str, Inner]]:
+    """The regimes, each on the trained network alone, and after meta-tailoring with it."""
     known = regimes(config.inner)
     for pattern in config.regimes:
         if not any(fnmatchcase(name, pattern) for name in known):
@@ -177,11 +223,8 @@ def _regimes(config: Config, sigma: float) -> Iterator[Certification]:
         if not any(fnmatchcase(name, pattern) for pattern in config.regimes) or inner.nu >= sigma:
             continue
         if inner.backprop == "none":  # without training, its order does not matter
-            yield _validated(config, base(config, sigma), f"regime {name} alone", inner)
-            yield _zero_steps(config, base(config, sigma), "search", inner.nu)
-        meta = on_top(config, sigma, f"regime {name}", inner=inner, epochs=config.regime_epochs)
-        yield _validated(config, meta, f"regime {name}", inner)
-        yield _zero_steps(config, meta, f"regime {name}", inner.nu)
+            yield base(config, sigma), f"regime {name} alone", inner
+        yield on_top(config, sigma, f"regime {name}", inner=inner, epochs=config.regime_epochs), f"regime {name}", inner
 
 
 def _validated(config: Config, training: Training, role: str, inner: Inner) -> Certification:

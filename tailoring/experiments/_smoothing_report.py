@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tailoring.smoothing import average_radius, bootstrap_difference, certified_
 from ._report import Picture, Table, about, new_figure, write
 from ._rows import Row, read_folder
 from ._smoothing_paper import CLASSES, PAPER, RADII, TITLES
+from ._smoothing_probe import Probed
 
 CONVENTION = "paper's convention"
 LABELS = {
@@ -101,6 +102,7 @@ class Results:
         self.config = self.rows[0]["config"]
         self.classes: int = next((row["classes"] for row in self.rows if row["kind"] == "data"), 0)
         self.trainings = {row["name"]: row for row in self.rows if row["kind"] == "trained"}
+        self.probes = {row["role"]: row for row in self.rows if row["kind"] == "probed"}
         self.found: dict[str, Certified] = {}
         finished = {row["name"] for row in self.rows if row["kind"] == "certified"}
         for row in self.rows:
@@ -145,7 +147,7 @@ def tables(results: Results) -> list[Table]:
     made += [table for sigma, n in results.settings() if (table := _differences(results, sigma, n)).rows]
     if results.config["data"] != "made":
         made += [_paper(results, kind, n) for kind in TITLES[_kind(results)] for n in sorted({n for _, n in results.settings()})]
-    made += [table for table in (_search(results), _regimes(results), _trainings(results)) if table.rows]
+    made += [table for table in (_probes(results), _search(results), _regimes(results), _trainings(results)) if table.rows]
     return made
 
 
@@ -220,6 +222,30 @@ def _our_rows(sigma: float, role: str, c: Certified, radii: Sequence[float]) -> 
         words = f" ({convention})" if c.tailored else ""
         made.append((f"{sigma:g} ours: {role}{words}", *(f"{a:.2f}" for a in accuracy), f"{c.acr(convention):.3f}"))
     return made
+
+
+def _probes(results: Results) -> Table:
+    """All settings of the search and of the regimes, on single noisy images."""
+    found = list(results.probes.values())
+    asked = f"{len(found[0]['right'])} images, {found[0]['copies']} noisy copies each" if found else ""
+    table = Table(
+        f"Does the step itself help single noisy images? Validation, {asked}: with the step minus without it, in points",
+        ("setting", "% right without", "gain", "95 % interval", "right class's probability", "95 % interval", "moves"),
+        note="Both with the same noise of deviation sigma' and the same weights; bootstrap over images, * if clear. moves: the mean size "
+        "of the change of an image's probability, whichever way. alone: on the trained network.",
+    )
+    for row in found:
+        p = Probed(**{f.name: row[f.name] for f in fields(Probed)})
+        gains, moves = (*_points(p.accuracy_gain), *_points(p.probability_gain)), sum(map(abs, p.gained)) / len(p.gained)
+        role: str = row["role"]
+        setting = LABELS.get(role) or role.removeprefix("regime ").replace("search", "alone:")
+        table.rows.append((setting, f"{100 * p.accuracy_0:.2f}", *gains, f"{100 * moves:.2f}"))
+    return table
+
+
+def _points(found: tuple[float, float, float]) -> tuple[str, str]:
+    mean, low, high = (100 * number for number in found)
+    return f"{mean:+.2f}{'' if low <= 0 <= high else '*'}", f"{low:+.2f} to {high:+.2f}"
 
 
 def _search(results: Results) -> Table:

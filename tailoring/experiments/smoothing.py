@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,22 @@ from tailoring.nn import load_weights
 
 from . import certify
 from ._classifiers import Tailoring, build, for_classes, read_weights, tailored
-from ._images import Images, Splits, cifar10_splits, data_folder, folder_splits, made_splits
+from ._images import Images, Splits, TensorImages, cifar10_splits, data_folder, folder_splits, made_splits
 from ._rows import Rows
 from ._smoothing_config import Config as Config
 from ._smoothing_config import quick as quick
 from ._smoothing_losses import RobustLoss
-from ._smoothing_plan import Certification, Training, base, plan
+from ._smoothing_plan import Certification, Probe, Training, base, plan
+from ._smoothing_probe import probe
 from ._smoothing_report import report as report
 from ._train import Learner, Progress, Schedule, train, trained
 
+Item = Training | Certification | Probe
 WORTH_COMPILING = 10_000  # updates: to compile the training of a tailored ResNet-110 takes minutes (200 s on an H200, for 45 ms an update)
 
 
 def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
-    """Train and certify what has not been yet: rows of the trainings in `config.out`, one file per certification in `certified/`."""
+    """Train, certify and probe what has not been yet: rows in `config.out`, one file per certification in `certified/`."""
     todo = _chosen(config)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True  # the same shapes come again and again
@@ -48,12 +50,14 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
             bench.train(t, rows)
         if isinstance(item, Certification) and rows is not None:
             bench.certify(item, rows)
+        if isinstance(item, Probe) and rows is not None:
+            bench.probe(item, rows)
         fabric.barrier()
     return config.out
 
 
-def _chosen(config: Config) -> list[Training | Certification]:
-    everything: list[Training | Certification] = []
+def _chosen(config: Config) -> list[Item]:
+    everything: list[Item] = []
     for c in plan(config):
         everything += [c.training, c]
     everything = list(dict.fromkeys(everything))
@@ -63,9 +67,9 @@ def _chosen(config: Config) -> list[Training | Certification]:
     return chosen
 
 
-def _needed(config: Config, item: Training | Certification) -> list[Training]:
+def _needed(config: Config, item: Item) -> list[Training]:
     """The trainings that must be finished, in their order."""
-    t = item.training if isinstance(item, Certification) else item
+    t = item if isinstance(item, Training) else item.training
     return [base(config, t.sigma), t] if t.start else [t]
 
 
@@ -132,7 +136,7 @@ class Bench:
             load_weights(net, state)
         return net.to(self.fabric.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def check_start(self, items: list[Training | Certification]) -> None:
+    def check_start(self, items: list[Item]) -> None:
         """Refuse pre-trained weights now, if they are needed and do not fit."""
         needed = (t for item in items for t in _needed(self.config, item) if not t.start)
         first = next((t for t in needed if trained(self.weights, t.name) is None), None)
@@ -160,6 +164,19 @@ class Bench:
             rows.add(kind="certification", name=c.name, **c.fields)
         certify.run(self.certify_config(c, every, most), lambda _, done, total: self.progress(c.name, done, total), images)
         rows.add(kind="certified", name=c.name, seconds=_since(began))
+
+    def probe(self, p: Probe, rows: Rows) -> None:
+        if rows.has(kind="probed", name=p.name):
+            return
+        began, config, part = time.monotonic(), self.config, self.images.validation
+        net = self.network(replace(p.training, start=p.training.name)).eval()
+        some = TensorImages(part.images[: config.probe_images], part.labels[: config.probe_images])
+        size, device = min(250, config.certify_batch), self.fabric.device
+        with self.fabric.autocast():
+            model = tailored(net, p.inner)
+            found = probe(model, some, p.noise, copies=config.probe_copies, seed=config.seed, batch=size, device=device)
+        rows.add(kind="probed", name=p.name, **p.fields, **asdict(found), seconds=_since(began))
+        self.progress(p.name, 1, 1)
 
     def certified_images(self, c: Certification) -> tuple[Images, int, int]:
         """The images, which of them, and how many at most."""

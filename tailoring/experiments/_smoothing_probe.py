@@ -1,0 +1,62 @@
+"""Does a step help? Single noisy images, each answered with the step and without it: a hundredth of a certification's cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tailoring import Tailored, random
+from tailoring.smoothing import bootstrap_difference
+
+from ._images import TensorImages
+
+Interval = tuple[float, float, float]  # a mean, and the ends of its 95 % bootstrap interval
+
+
+@dataclass(frozen=True)
+class Probed:
+    """For each image, over its noisy copies: the right answers with and without the step, and what the right class's probability gained."""
+
+    copies: int
+    right: list[int]
+    right_0: list[int]
+    gained: list[float]
+
+    @property
+    def accuracy_0(self) -> float:
+        return sum(self.right_0) / (self.copies * len(self.right_0))
+
+    @property
+    def accuracy_gain(self) -> Interval:
+        with_step, without = (torch.tensor(right, dtype=torch.float64) / self.copies for right in (self.right, self.right_0))
+        return bootstrap_difference(with_step, without)
+
+    @property
+    def probability_gain(self) -> Interval:
+        gained = torch.tensor(self.gained, dtype=torch.float64)
+        return bootstrap_difference(gained, torch.zeros_like(gained))
+
+
+@torch.no_grad()
+def probe(model: Tailored, part: TensorImages, sigma: float, *, copies: int, seed: int, batch: int, device: torch.device) -> Probed:
+    """`copies` noisy copies of each image; the noise depends on the image's number and `seed` only, so all settings see the same."""
+    right, right_0, gained = (torch.zeros(copies, len(part), dtype=torch.float64) for _ in range(3))
+    for first in range(0, len(part), batch):
+        rows = slice(first, first + batch)
+        images, labels = part.images[rows].to(device).float() / 255, part.labels[rows].to(device)
+        seeds = random.fold(torch.arange(first, first + len(images), device=device), seed)
+        for copy in range(copies):
+            noise = random.normal(random.fold(seeds, copy), images.shape[1:])
+            noisy = (images + sigma * noise).contiguous(memory_format=torch.channels_last)
+            answers = [answer(noisy).float() for answer in (model, model.net)]
+            probabilities = [logits.softmax(1).gather(1, labels[:, None])[:, 0] for logits in answers]
+            right[copy, rows], right_0[copy, rows] = (_votes(logits, labels) for logits in answers)
+            gained[copy, rows] = (probabilities[0] - probabilities[1]).double().cpu()
+    counts = [[int(n) for n in votes.sum(0)] for votes in (right, right_0)]
+    return Probed(copies, counts[0], counts[1], [round(g, 6) for g in gained.mean(0).tolist()])
+
+
+def _votes(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(1) == labels).double().cpu()
