@@ -476,7 +476,7 @@ def test_the_report_says_what_the_rows_say(finished, capsys):
         assert words in text
     asked = results.probes["regime logits"]
     gain = (np.array(asked["right"]) - np.array(asked["right_0"])).mean() / asked["copies"]
-    line = next(line for line in text.splitlines() if line.split()[:1] == ["logits"])
+    line = next(line for line in text.splitlines() if line.split()[:1] == ["logits"] and "alone" not in line)
     assert [f"{50 * np.mean(asked['right_0']):.2f}", f"{100 * gain:+.2f}"] == [word.rstrip("*") for word in line.split()[1:3]]
     assert "Table 3" not in text  # made images have no place beside the paper's
     assert (finished / "report.html").exists()
