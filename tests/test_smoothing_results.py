@@ -392,7 +392,7 @@ class StopError(Exception):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Dynamo detected a call")  # what dynamo looks at
-@pytest.mark.parametrize("role", ["meta", "scratch"])
+@pytest.mark.parametrize("role", ["meta", "scratch", "macer-meta"])
 def test_a_compiled_run_trains_the_same_network(finished, tmp_path, monkeypatch, role):
     """With dynamo, not with inductor, which takes a minute and makes no CPU code of the hashed noise (torch 2.13)."""
     monkeypatch.setattr(RobustLoss, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))

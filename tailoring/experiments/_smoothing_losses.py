@@ -78,13 +78,18 @@ class RobustLoss(nn.Module):
         digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
         self.draw.fill_(int.from_bytes(digest[:8], "little", signed=True))
 
+    @property
+    def copies(self) -> int:
+        """Noisy copies of each image."""
+        return {"noise": 1, "macer": self.macer.copies, "smoothadv": self.smoothadv.copies}[self.method]
+
     def losses(self, x: Tensor, y: Tensor) -> Iterator[Tensor]:
         yield self(x, y)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         seeds = random.fold(random.seeds_of(x) + self.draw, 0)
         images = (shifted(x, seeds) if self.augment else x).float() / 255
-        copies = {"noise": 1, "macer": self.macer.copies, "smoothadv": self.smoothadv.copies}[self.method]
+        copies = self.copies
         noise = self.noise * random.normal(random.fold(seeds, 1), (copies, *images.shape[1:]))  # (n, copies, 3, H, W)
         if self.method == "smoothadv":
             attack = self.smoothadv
