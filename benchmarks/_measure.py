@@ -54,15 +54,18 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, values in grid.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(values[0]), nargs="+", default=list(values))
-    parser.add_argument("--only", nargs="+", help="measure these cases only")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
+        told = f"one or more; by default {' '.join(map(str, values))}"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(values[0]), nargs="+", default=list(values), help=told)
+    parser.add_argument("--only", nargs="+", help=f"measure these cases only, and {against!r}; a name that there is not lists all")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=1, help="PyTorch's, on a CPU; 1 by default")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement")
     parser.add_argument("--matmul", default="highest", choices=["highest", "high"], help="high: TF32 on CUDA")
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU here")
     torch.set_num_threads(options.threads)
     torch.set_float32_matmul_precision(options.matmul)
     if options.one:
@@ -70,6 +73,8 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
         return
     for setting in _settings(options, grid):
         known = cases(_single(options, setting))
+        if unknown := [name for name in options.only or () if name not in known]:
+            parser.error(f"--only: no case {unknown[0]!r} (there is: {', '.join(known)})")
         names = [name for name in known if not options.only or name in (*options.only, against)]
         reference: float | None = None
         for name in sorted(names, key=lambda name: name != against):  # what the ratios refer to comes first

@@ -111,15 +111,23 @@ def _bench(args: list[str]) -> int:
     if not programs:
         raise ValueError(f"no benchmarks in {folder}: `tailoring bench` works in a checkout of the repository")
     given = args[:1] if args and not args[0].startswith("-") else []
+    if args in (["-h"], ["--help"]):
+        print("tailoring bench [PROGRAM] [flags], where PROGRAM is one of (each has --help):")
+        print("\n".join(f"  {name:<14} {_first_line(path)}" for name, path in programs.items()))
+        return 0
     if not given and args:
         raise ValueError(
             f"which program do these flags belong to? tailoring bench PROGRAM {' '.join(args)} (there is: {', '.join(programs)})"
         )
     failed = 0
     for name in [_choose(given[0], programs, "program")] if given else programs:
-        print(f"{name}: {programs[name].read_text().splitlines()[0].strip(chr(34))}", flush=True)
+        print(f"{name}: {_first_line(programs[name])}", flush=True)
         failed += subprocess.run([sys.executable, str(programs[name]), *args[1:]]).returncode != 0
     return 1 if failed else 0
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text().splitlines()[0].strip('"')
 
 
 def _report(experiment: Any, name: str, args: list[str]) -> int:

@@ -162,7 +162,10 @@ class CN(Adapter):
             sites = [site for site in sites if site is not None]
         if not sites:
             asked = f"chosen by {self!r}" if self.at else "that is a normalisation layer or a hidden activation"
-            raise ValueError(f"no module {asked} runs in this forward pass; name the modules to adapt, the model has: {describe(modules)}")
+            hint = "" if self.at else " (activations called as functions, torch.tanh or F.relu, are none: name the layers before them)"
+            raise ValueError(
+                f"no module {asked} runs in this forward pass{hint}; name the modules to adapt, the model has: {describe(modules)}"
+            )
         for s in sites:
             if s is None:
                 raise ValueError(f"{self!r} chooses a module whose output has no row per query; the model has: {describe(modules)}")

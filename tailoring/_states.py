@@ -27,7 +27,7 @@ Key = int | tuple[str, "Key"]
 Block = tuple[Key, Tensor, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LowRank:
     """One matrix per query, (rows, out, in), as sum over blocks and r of left_r right_r^T.
 
@@ -58,6 +58,9 @@ class LowRank:
         if right.is_floating_point():
             return left.mT @ right
         return torch.nn.functional.one_hot(right, table).to(left.dtype).mT @ left
+
+    def __repr__(self) -> str:
+        return f"LowRank(rows={self.rows}, shape={own_shape(self)}, rank={self.rank})"
 
     def map_left(self, f: Callable[[Tensor], Tensor]) -> LowRank:
         return LowRank(tuple((key, f(left), right) for key, left, right in self.blocks))

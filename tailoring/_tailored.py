@@ -78,6 +78,7 @@ class Tailored(Fitting):
         super().__init__(net)
         self.adapt: Adapter = CN() if adapt is None else adapt
         check_settings(net, loss, self.adapt, steps, backprop, keep, chunk)
+        self.training = net.training  # what is made of a model in eval mode is in eval mode, too
         if optimizer is None:
             optimizer = Descent(lr, momentum=momentum, clip=clip, proximal=proximal)
         self.rule = optimizer if isinstance(optimizer, Descent | LBFGS) else Functional(optimizer)
@@ -190,6 +191,7 @@ class Tailored(Fitting):
                 raise ValueError(f"{sorted(changes.keys() & descent)[0]} belongs to gradient descent; this model uses {self.rule!r}")
             settings["optimizer"] = self.rule.optimizer if isinstance(self.rule, Functional) else self.rule
         other = Tailored(self.net, self.loss, **(settings | changes))
+        other.training = self.training
         if other.adapt is self.adapt:
             other.tailoring.start = self.tailoring.start
         return other

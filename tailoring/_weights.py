@@ -69,7 +69,10 @@ class Weights(Adapter):
             return whole
         sites = with_rows(apart_if_tied(by_rule(model, chosen)), seen)
         refuse_disorder(s for s in seen if s.name in {site.module for site in sites})
-        reason = None if _is_whole(sites) else doubt(model, (self, sites), (Weights(how="loop"), whole), x)
+        if _is_whole(sites):
+            _warn_of_the_models_own(chosen)
+            return sites
+        reason = doubt(model, (self, sites), (Weights(how="loop"), whole), x)
         if reason is None:
             return sites
         warnings.warn(f"Weights runs all of this model under torch.func.vmap, exactly but slowly: {reason}", stacklevel=2)
@@ -229,6 +232,17 @@ class _OwnWeights(Bound):
 
     def _below(self, name: str, module: nn.Module) -> Bound:
         return _OwnWeights.of(super()._below(name, module))
+
+
+def _warn_of_the_models_own(chosen: set[str]) -> None:
+    own, others = (sorted(name for name in chosen if ("." in name) is below) for below in (False, True))
+    if own and others:  # else there is nothing that rules could serve
+        modules = ", ".join(repr(name) for name in dict.fromkeys(name.split(".")[0] for name in others))
+        warnings.warn(
+            f"Weights runs all of this model under torch.func.vmap, exactly but slowly: {', '.join(own)} belong to the model itself, to no "
+            f"module below it. Weights({modules}) adapts all others by their rules",
+            stacklevel=3,
+        )
 
 
 def _is_whole(sites: tuple[Site, ...]) -> bool:

@@ -175,3 +175,11 @@ def test_the_command_says_which_programs_there_are(capsys):
     assert "did you mean depth?" in capsys.readouterr().err
     assert main(["bench", "--steps", "1"]) == 1
     assert f"(there is: {', '.join(sorted(SMALL))})" in capsys.readouterr().err
+    assert main(["bench", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"\n  {name} " in told for name in SMALL)
+
+
+def test_a_case_that_there_is_not_is_named(capfd):
+    assert main(["bench", "overhead", "--only", "by foot"]) == 1
+    assert "no case 'by foot' (there is: by hand, tailored, plain)" in capfd.readouterr().err

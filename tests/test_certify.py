@@ -126,6 +126,8 @@ def busy_workers():
         (["--root", "/nonexistent"], "no images in"),
         (["--data", "cifar10", "--data-dir", "/nonexistent"], "kriz/cifar"),
         (["--nu", "0.6"], "below sigma"),
+        (["--autotune"], "give --compile, too"),
+        (["--features", "middle", "--where", "upper"], "choose --where lower or all"),
         (["--n0", "0"], "--n0 must be at least 1, not 0"),
         (["--n", "0"], "--n must be at least 1, not 0"),
         (["--batch", "0"], "--batch must be at least 1, not 0"),

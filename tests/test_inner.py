@@ -294,6 +294,8 @@ def test_settings_can_be_replaced():
     other = tailored.replace(steps=7, lr=1e-1)
     assert (other.steps, other.rule.lr, other.rule.momentum, other.keep) == (7, 1e-1, 0.5, "best")
     assert other.net is tailored.net
+    assert (tailored.training, tailored.eval().replace(steps=7).training, model().training) == (True, False, True)
+    assert not Tailored(tailored.net, tailored.loss).training  # as the model is
     assert isinstance(tailored.replace(optimizer=LBFGS()).replace(steps=2).rule, LBFGS)
     with pytest.raises(ValueError, match="lr belongs to gradient descent"):
         tailored.replace(optimizer=LBFGS()).replace(lr=0.1)

@@ -214,6 +214,36 @@ def test_losses_add_and_scale():
         torch.testing.assert_close(value(loss, net, PLACES), expected)
 
 
+class Flow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x, dt, *, scale):
+        return x + scale * dt * self.body(x)
+
+
+@pytest.mark.parametrize(
+    ("loss", "by_hand"),
+    [
+        (L.Conserve(energy), lambda y, x, dt, scale: (energy(y) - energy(x)).abs()),
+        (
+            L.Conserve(energy, before=lambda x, dt, scale: energy(x) + dt[:, 0]),
+            lambda y, x, dt, scale: (energy(y) - energy(x) - dt[:, 0]).abs(),
+        ),
+        (L.Residual(lambda y, x, dt, scale: (y - x) / (scale * dt)), lambda y, x, dt, scale: ((y - x) / (scale * dt)).square().mean(1)),
+        (L.Misfit(lambda y, x, dt, scale: y, lambda x, dt, scale: x + scale), lambda y, x, dt, scale: (y - x - scale).square().mean(1)),
+    ],
+)
+def test_a_law_may_hold_for_a_model_of_several_inputs(loss, by_hand):
+    torch.manual_seed(0)
+    net, dt, scale = Flow().double(), torch.rand(len(PLACES), 1, dtype=torch.float64) + 0.1, torch.full((len(PLACES), 1), 0.5)
+    asked = Inputs(PLACES, dt, scale=scale)
+    trace = Tailored(net, loss, lr=1e-3).trace(asked)
+    torch.testing.assert_close(trace.losses[0], by_hand(net(PLACES, dt, scale=scale), PLACES, dt, scale).detach())
+    assert (trace.losses[1] < trace.losses[0]).all()
+
+
 WRONG = {
     "a number added": (lambda: L.Entropy() + 1, TypeError, "added to a loss only, not to 1"),
     "added to a number": (lambda: 1 + L.Entropy(), TypeError, "added to a loss only"),

@@ -304,9 +304,10 @@ def test_spectral_weights_of_complex_numbers_are_adapted():
 
     torch.manual_seed(0)
     net, x = Spectral().double(), queries()
-    answers = [Tailored(net, size, adapt=Weights(how=how), steps=2, lr=0.05)(x) for how in ("rules", "loop")]
+    with pytest.warns(UserWarning, match="weight belong to the model itself"):
+        answers = [Tailored(net, size, adapt=Weights(how=how), steps=2, lr=0.05)(x) for how in ("rules", "loop")]
     torch.testing.assert_close(*answers, **EXACT)
-    assert "weight" in Tailored(net, size, adapt=Weights()).tailor(x)
+    assert "weight" in Tailored(net, size, adapt=Weights(how="vmap")).tailor(x)
 
 
 # Inputs and rows
@@ -485,8 +486,14 @@ def test_a_chosen_part_has_its_rules_whatever_else_the_model_holds():
     net, x = WithToken().double(), queries()
     assert_exact(net, x, at=("head",))
     assert isinstance(Tailored(net, size, adapt=Weights("head"), lr=0.1).tailor(x)["head.weight"], LowRank)
-    assert_exact(net, x)  # all of it: copies
-    assert_exact(net, x, lambda m, x: size(m, x) + m.body(x).square().mean(1) + m.output_of("body", x).mean(1))
+    assert (
+        repr(Tailored(net, size, adapt=Weights("head"), steps=2).tailor(x)["head.weight"])
+        == f"LowRank(rows={len(x)}, shape=(3, 6), rank=2)"
+    )
+    with pytest.warns(UserWarning, match=r"token belong to the model itself.*Weights\('body', 'head'\) adapts all others by their rules"):
+        assert_exact(net, x)  # all of it: copies
+    with pytest.warns(UserWarning, match="under torch.func.vmap"):
+        assert_exact(net, x, lambda m, x: size(m, x) + m.body(x).square().mean(1) + m.output_of("body", x).mean(1))
 
 
 def test_optimisers_that_need_tensors_say_so():

@@ -19,7 +19,7 @@ from tailoring.nn._resnet import CIFAR, IMAGENET
 
 from ._images import class_folders
 
-Network = Literal["resnet8", "resnet20", "resnet56", "resnet110", "resnet50", "efficientnet-lite0"]
+Network = Literal["resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "resnet50", "efficientnet-lite0"]
 Backprop = Literal["none", "last", "all"]
 LARGE = ("resnet50", "efficientnet-lite0")  # networks for images of 224 pixels
 SHORTEST = 1e-6  # a gradient below this length is not made longer
@@ -33,17 +33,17 @@ class Tailoring:
     nu: float = 0.1
     """noise of the tailoring loss, Sec. 5.4"""
     lr: float = 0.1
-    """App.: chosen among 1e-3 to 1"""
+    """step size; the paper's appendix chooses among 1e-3 to 1"""
     steps: int = 1
-    """App."""
+    """gradient steps on each noisy sample; the paper's appendix has 1"""
     views: int = 1
     """noisy views in the loss"""
     features: Literal["penultimate", "middle", "logits"] = "penultimate"
     """that must not change under noise; Sec. 5.4"""
     where: Literal["all", "lower", "upper"] = "all"
-    """of the blocks, after which a scale and shift of each channel are tailored"""
+    """which blocks' outputs are scaled and shifted: all, the first half, or the last half"""
     adapt: Literal["cn", "weights"] = "cn"
-    """weights: those of the last of the chosen blocks, in place of scales and shifts"""
+    """weights: tailor the weights of one block, the last of those chosen by --where, in place of scales and shifts"""
     normalised: bool = False
     """step by `lr` along each query's gradient, however short that is"""
 
@@ -101,7 +101,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} holds a {type(found).__name__}: {_EXPECTED}")
     state = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
     if not any(map(head, state)):
-        raise ValueError(f"{path} holds no last layer, fc or linear, among its {len(state)} tensors: {_EXPECTED}")
+        own = "a network of your own is certified from Python, see docs/smoothing.md"
+        raise ValueError(f"{path} holds no last layer, fc or linear, among its {len(state)} tensors: {_EXPECTED}; {own}")
     return state
 
 

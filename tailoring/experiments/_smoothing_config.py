@@ -106,7 +106,7 @@ class Config:
     regime_epochs: int = 2
     """of meta-tailoring with each"""
     extras: tuple[Extra, ...] = ("more", "macer", "smoothadv", "scratch", "probes", "search", "regimes")
-    """besides the plain, control, tailored and meta-tailored classifiers; in the order of the issue"""
+    """what is done besides the plain, control, tailored and meta-tailored classifiers, in this order"""
     only: tuple[str, ...] = ("*",)
     """train and certify only what matches these patterns, e.g. 's0.5-*'; what these need is trained, too"""
     accelerator: str = "auto"

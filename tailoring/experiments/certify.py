@@ -63,7 +63,7 @@ class Config(Tailoring):
     alpha: float = 0.001
     """probability that a certificate is wrong"""
     every: int = 20
-    """certify every 20th image, as Cohen et al. do on CIFAR-10"""
+    """certify one image in so many, as Cohen et al. do on CIFAR-10"""
     images: int = 500
     """how many at most, spread over all of them; more of either adds to a run"""
     skip_wrong: bool = False
@@ -73,6 +73,7 @@ class Config(Tailoring):
     batch: int = 1000
     """samples at once"""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one"""
     bf16: bool = False
     """autocast to bfloat16"""
     compile: bool = False
@@ -125,6 +126,10 @@ def _check(config: Config) -> None:
             raise ValueError(f"--{name} must be at least 1, not {value}")
     if not 0 < config.alpha < 1:
         raise ValueError(f"--alpha must lie between 0 and 1, not {config.alpha}")
+    if config.autotune and not config.compile:
+        raise ValueError("--autotune searches for the kernels of a compiled classifier: give --compile, too")
+    if config.features == "middle" and config.where == "upper":
+        raise ValueError("--features middle lie below the blocks of --where upper, so nothing would move: choose --where lower or all")
     if config.network in LARGE and config.data != "given" and (config.statistics or config.shortcut != "conv"):
         raise ValueError(f"--statistics and --shortcut are of the CIFAR networks, {config.network} has its own: leave them out")
     if config.accelerator == "cuda" and not torch.cuda.is_available():

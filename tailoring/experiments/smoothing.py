@@ -210,7 +210,7 @@ class Bench:
             accelerator="cuda" if self.fabric.device.type == "cuda" else "cpu",
             bf16=config.precision == "bf16-mixed",
             compile=config.compile and c.part == "test",
-            autotune=config.autotune,
+            autotune=config.compile and c.part == "test" and config.autotune,
             engine=config.engine,
             address=config.address,
             workers=config.workers,

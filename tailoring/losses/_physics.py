@@ -17,25 +17,27 @@ class Conserve(Loss):
 
         loss = sum_j weight_j |q_j(model(x)) - q_j(x)|        (norm="l1"; "l2" squares)
 
-    `quantity` maps (queries, ...) to (queries,) or (queries, d); `before` is the same for the query, if that is written otherwise.
+    `quantity` maps (queries, ...) to (queries,) or (queries, d); `before` is the same for the query, if that is written otherwise. Of a
+    model with several inputs, `before` is given all of them; without it the quantity is that of the first.
     """
 
     def __init__(
         self,
         quantity: Callable[[Any], Tensor],
         *,
-        before: Callable[[Any], Tensor] | None = None,
+        before: Callable[..., Tensor] | None = None,
         norm: Literal["l1", "l2"] = "l1",
         weights: Sequence[float] | None = None,
     ):
         super().__init__()
         if norm not in ("l1", "l2"):
             raise ValueError(f"norm must be 'l1' or 'l2', not {norm!r}")
-        self.quantity, self.before, self.norm = quantity, before or quantity, norm
+        self.quantity, self.before, self.norm = quantity, before, norm
         self.weights = None if weights is None else [float(w) for w in weights]
 
-    def forward(self, model: Any, x: Any) -> Tensor:
-        now, then = self.quantity(model(x)), self.before(x)
+    def forward(self, model: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        now = self.quantity(model(x, *args, **kwargs))
+        then = self.quantity(x) if self.before is None else self.before(x, *args, **kwargs)
         same_shape("the quantity of the prediction", now, "that of the query", then)
         change = per_query(now - then)
         size = change.abs() if self.norm == "l1" else change.square()
@@ -75,18 +77,18 @@ class Equivariant(Loss):
 
 
 class Residual(Loss):
-    """An equation must hold: the mean square of `precondition(equation(model(x), x))`.
+    """An equation must hold: the mean square of `precondition(equation(model(x), x))`; the equation is given all inputs of the model.
 
     A raw residual can fall while the error rises, since it weighs fine scales most; a preconditioner (an approximate inverse of the
     linearised equation) makes the two agree.
     """
 
-    def __init__(self, equation: Callable[[Any, Any], Tensor], *, precondition: Callable[[Tensor], Tensor] | None = None):
+    def __init__(self, equation: Callable[..., Tensor], *, precondition: Callable[[Tensor], Tensor] | None = None):
         super().__init__()
         self.equation, self.precondition = equation, precondition
 
-    def forward(self, model: Any, x: Any) -> Tensor:
-        residual = self.equation(model(x), x)
+    def forward(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        residual = self.equation(model(*args, **kwargs), *args, **kwargs)
         if self.precondition is not None:
             residual = self.precondition(residual)
         return per_query(residual).square().mean(1)
@@ -97,17 +99,17 @@ class Misfit(Loss):
 
         loss = mean_j ((observe(model(x), x)_j - measured(x)_j) / sigma)^2
 
-    A measurement that is nan is missing and does not count.
+    A measurement that is nan is missing and does not count. Both functions are given all inputs of the model.
     """
 
-    def __init__(self, observe: Callable[[Any, Any], Tensor], measured: Callable[[Any], Tensor], *, sigma: float = 1.0):
+    def __init__(self, observe: Callable[..., Tensor], measured: Callable[..., Tensor], *, sigma: float = 1.0):
         super().__init__()
         if not sigma > 0:
             raise ValueError(f"sigma must be positive, not {sigma}")
         self.observe, self.measured, self.sigma = observe, measured, sigma
 
-    def forward(self, model: Any, x: Any) -> Tensor:
-        target, observed = self.measured(x), self.observe(model(x), x)
+    def forward(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        target, observed = self.measured(*args, **kwargs), self.observe(model(*args, **kwargs), *args, **kwargs)
         same_shape("what is observed", observed, "what was measured", target)
         there = per_query(~target.isnan())
         error = per_query((observed - target.nan_to_num()) / self.sigma)
