@@ -113,10 +113,14 @@ class Adapter:
 
     def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None) -> Any:
         """By default, edit the outputs of the modules at the sites."""
-        with intercepted([(module, _edit_outputs(own, state, self.edit)) for module, own in sited.modules]):
+        ran: dict[str, int] | None = {} if reading.is_part else None
+        with intercepted([(module, _edit_outputs(own, state, self.edit, ran)) for module, own in sited.modules]):
             if reading is WHOLE:
                 return sited.model(*args, **kwargs)
-            return reading(sited.model, lambda module: module(*args, **kwargs))
+            out = reading(sited.model, lambda module: module(*args, **kwargs))
+        if ran:
+            _refuse_half(ran, sited.sites)
+        return out
 
     def gradient(
         self, evaluate: Evaluate, sites: tuple[Site, ...], state: State, step: tuple[int, int], graph: bool
@@ -229,8 +233,20 @@ class Shift(Adapter):
         return (out + repeat_rows(shift, copies).movedim(0, site.rows)).to(out.dtype)
 
 
-def _edit_outputs(sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor]) -> Around:
-    """Edits the outputs of one module: its n-th call is answered by its n-th sites."""
+def _refuse_half(ran: dict[str, int], sites: tuple[Site, ...]) -> None:
+    """Raise if a part of the model ran some of a module's calls: which of them, and so which of its sites, is not known."""
+    for site in sites:
+        if ran.get(site.module, site.calls) != site.calls:
+            raise ValueError(
+                f"the tailoring loss runs a part of the model in which module {site.module!r} runs {ran[site.module]} of its {site.calls} "
+                "times, so it is not known which: call the whole model, or give each use a module of its own"
+            )
+
+
+def _edit_outputs(
+    sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor], counts: dict[str, int] | None = None
+) -> Around:
+    """Edits the outputs of one module: its n-th call is answered by its n-th sites. `counts` takes down how often it ran."""
     calls, ran = sites[0].calls, 0
 
     def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -238,6 +254,8 @@ def _edit_outputs(sites: list[Site], state: State, edit: Callable[[Tensor, Site,
         out = forward(*args, **kwargs)
         here = sites if calls == 1 else [site for site in sites if site.call == ran]
         ran += 1
+        if counts is not None:
+            counts[sites[0].module] = ran
         if ran > calls:
             raise RuntimeError(
                 f"module {sites[0].module!r} ran more often than in the first forward pass ({calls} times); adapt a module that runs "

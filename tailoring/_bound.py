@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
 from ._sites import WHOLE, Reading
 from .random import fold, seeds_of
+
+_LISTING = (nn.Module.children, nn.Module.named_children, nn.ModuleDict.values, nn.ModuleDict.items)
+
+
+class _InTurn(list["Bound"]):
+    """Several modules of a Sequential."""
+
+    def __call__(self, x: Any) -> Any:
+        for part in self:
+            x = part(x)
+        return x
 
 
 class Bound:
@@ -82,25 +93,47 @@ class Bound:
         return name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__") or "_module" not in self.__dict__:
             raise AttributeError(name)
         value = getattr(self._module, name)
         if isinstance(value, nn.Module):
             return self._below(name, value)
+        if getattr(value, "__func__", None) in _LISTING:  # bound, too: a module that is found there runs with the state
+            return lambda: self._listed(name)
         if inspect.ismethod(value) and value.__self__ is self._module:  # a method of the model runs with the state, too
             return lambda *args, **kwargs: self._run(Reading(self._path, method=name), args, kwargs)
         return value
 
     def __getitem__(self, index: Any) -> Any:
-        """An entry of a Sequential, ModuleList or ModuleDict."""
+        """An entry of a Sequential, ModuleList or ModuleDict, or several of the first two."""
         value = cast(Any, self._module)[index]
-        return self._below(next(name for name, child in self._module.named_children() if child is value), value)
+        if isinstance(index, slice):
+            parts = [self._child(child) for child in value]
+            return _InTurn(parts) if isinstance(self._module, nn.Sequential) else parts
+        return self._child(value)
+
+    def __iter__(self) -> Iterator[Any]:
+        """As the module does: over the entries of a Sequential or ModuleList, the names of a ModuleDict."""
+        for part in cast(Any, self._module):
+            yield self._child(part) if isinstance(part, nn.Module) else part
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(f"the model that a loss is given cannot be changed: set {name!r} on your own, before it is tailored")
+        super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
         return True
 
     def __len__(self) -> int:
         return len(cast(Any, self._module))
+
+    def _child(self, module: nn.Module) -> Bound:
+        return self._below(next(name for name, child in self._module.named_children() if child is module), module)
+
+    def _listed(self, how: str) -> Iterator[Any]:
+        named = [(name, self._below(name, module)) for name, module in self._module.named_children()]
+        return iter(named if how in ("items", "named_children") else [bound for _, bound in named])
 
     def _below(self, name: str, module: nn.Module) -> Bound:
         path = f"{self._path}.{name}" if self._path else name

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ._recurrent import unrolled_layers
-from ._sites import Reading, alone
+from ._sites import Reading, alone, intercepted
 from ._trees import copies_per_query
 
 
@@ -93,7 +94,8 @@ def _back(t: Tensor, dim: int) -> Tensor:
 
 
 def _at_once(model: nn.Module, one: Callable[..., list[Tensor]], state: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:
-    with unrolled_layers(model):
+    padded = [(module, _embed) for module in model.modules() if isinstance(module, nn.Embedding) and module.padding_idx is not None]
+    with unrolled_layers(model), intercepted(padded):
         try:
             return vmap(one)(state, *inputs)
         except RuntimeError as error:
@@ -102,6 +104,13 @@ def _at_once(model: nn.Module, one: Callable[..., list[Tensor]], state: dict[str
             raise RuntimeError(
                 f"torch.func.vmap cannot run this model: {error}\nUse Weights(..., how='loop'), one query after another"
             ) from error
+
+
+def _embed(_forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Tensor:
+    """An embedding whose padding has no gradient. (Under vmap torch's own keeps that of the first query only.)"""
+    (index,) = (*args, *kwargs.values())
+    out = F.embedding(index, module.weight, None, module.max_norm, module.norm_type, module.scale_grad_by_freq)
+    return torch.where((index == module.padding_idx)[..., None], out.detach(), out)
 
 
 def _in_turn(one: Callable[..., list[Tensor]], state: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:

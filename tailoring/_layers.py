@@ -63,7 +63,7 @@ class Use:
         weight, bias = f"{prefix}weight", f"{prefix}bias"
         change, offset = self.entry(weight), self.entry(bias)
         if change is not None:
-            out = _add_product(out, given, change, first)
+            out = _add_product(out, given, change, first, skip)
         if offset is not None:
             out = out + as_tensor(offset)[:, None, first : first + out.shape[-1]].to(out.dtype)
         names = [self.names[n] if self.names.get(n) in self.tapped else None for n in (weight, bias)]
@@ -77,8 +77,8 @@ TAPPED = ("outer products", "rows of a table")
 Rule = Callable[[Use, Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _add_product(out: Tensor, given: Tensor, change: Entry, first: int) -> Tensor:
-    """out + given @ change^T for each query, with change (out, in) given as outer products or as it is."""
+def _add_product(out: Tensor, given: Tensor, change: Entry, first: int, skip: int | None) -> Tensor:
+    """out + given @ change^T for each query, with change (out, in) given as outer products or as it is; no gradient at the index `skip`."""
     last = first + out.shape[-1]
     if isinstance(change, LowRank):
         if not change.rank:
@@ -89,7 +89,8 @@ def _add_product(out: Tensor, given: Tensor, change: Entry, first: int) -> Tenso
         dots = given @ right.mT.to(given.dtype) if right.is_floating_point() else given[:, :, None] == right[:, None, :]
         return torch.baddbmm(out, dots.to(out.dtype), left[..., first:last].to(out.dtype))  # sum_r left_r (right_r . h')
     if not given.is_floating_point():  # a table that other layers share: (queries, rows of the table, out)
-        return out + torch.take_along_dim(change, given[..., None], 1)
+        picked = torch.take_along_dim(change, given[..., None], 1)
+        return out + (picked if skip is None else torch.where(given[..., None] == skip, picked.detach(), picked))
     change = change.flatten(2)[:, first:last].to(out.dtype)
     groups = given.shape[-1] // change.shape[-1]
     if groups == 1:

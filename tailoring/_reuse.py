@@ -200,7 +200,7 @@ def find_prefix(adapt: Adapter, here: Sited, seen: list[Seen], x: Any) -> Prefix
     names = tuple(_outermost(model, "", outputs, weights))
     if _share(model, names, seen) < WORTH_IT:
         return {}
-    x = first_and_another(x)
+    x = first_and_another(model, x)
     args, kwargs = model_call(x)
     state = adapt.init(model, sites, adapt.rows(2), tensors(x)[0].device)
 

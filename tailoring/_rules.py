@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _states as states
-from ._states import State, as_tensor
+from ._states import State, as_tensor, by_row
 
 Rate = float | Sequence[float] | Tensor  # one for all steps, or one per step
 Rates = Rate | Mapping[str, Rate]  # one for all of the state, or by (pattern of) name
@@ -228,7 +228,7 @@ class LBFGS:
 
 
 def _flat(state: State) -> Tensor:
-    return torch.cat([as_tensor(t).flatten(1) for t in state.values()], 1)
+    return torch.cat([by_row(as_tensor(t)) for t in state.values()], 1)
 
 
 def _like(flat: Tensor, state: State) -> State:

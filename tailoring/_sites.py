@@ -89,6 +89,11 @@ class Reading:
     side: Literal["input", "output"] = "output"
     method: str = "__call__"  # of the submodule at `path`
 
+    @property
+    def is_part(self) -> bool:
+        """Whether less than the whole model may run."""
+        return self.path != "" or self.method != "__call__"
+
     def __call__(self, model: nn.Module, run: Callable[..., Any]) -> Any:
         """`run(what)` calls the module (or its method); this says which one, and listens while it runs."""
         base = model.get_submodule(self.path)
@@ -138,7 +143,7 @@ def watch(model: nn.Module, x: Any) -> list[Seen]:
     queries: where there are several rows per query, those of the first must stay as they were, and stand first.
     """
     with torch.no_grad(), plain_kernels(model, graph=False):
-        two, three, other = (_watch_once(model, model_call(trial)) for trial in (_first(x, 2), _first(x, 3), first_and_another(x)))
+        two, three, other = (_watch_once(model, model_call(trial)) for trial in (_first(x, 2), _first(x, 3), first_and_another(model, x)))
     if [key for key, *_ in two] != [key for key, *_ in three] or len(two) != len(other):
         raise ValueError("the model calls its modules differently for batches of two and of three queries: its queries are not independent")
     seen = []
@@ -157,8 +162,8 @@ def _in_order(same: Tensor, other: Tensor, rows: int) -> bool:
     return torch.allclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
-def first_and_another(x: Any) -> Any:
-    """Two queries: the first of `x`, and the same with other numbers."""
+def first_and_another(model: nn.Module, x: Any) -> Any:
+    """Two queries that the model can answer: the first of `x`, and the same with other numbers, or the last; or the first twice."""
 
     def another(t: Tensor) -> Tensor:
         first = _numbers(t[:1])
@@ -166,7 +171,16 @@ def first_and_another(x: Any) -> Any:
             return torch.cat([first, 1.5 * first + 0.1])
         return torch.cat([first, first.flip(-1) if t.ndim > 1 else t[-1:]])
 
-    return map_tensors(lambda t: another(t) if t.ndim else t, x)
+    for make in (another, lambda t: _numbers(torch.cat([t[:1], t[-1:]]))):  # a number may be that of a row in a table, which has no other
+        made = map_tensors(lambda t, make=make: make(t) if t.ndim else t, x)
+        args, kwargs = model_call(map_tensors(torch.clone, made))
+        try:
+            with torch.no_grad():
+                model(*args, **kwargs)
+        except Exception:
+            continue
+        return made
+    return _first(x, 2)
 
 
 def _first(x: Any, times: int) -> Any:
@@ -190,9 +204,15 @@ def _watch_once(model: nn.Module, call: Call) -> list[tuple[tuple[str, int, int]
         log.extend(((name, calls[name], leaf), t) for leaf, t in enumerate(tensors(out)))
         return out
 
+    args, kwargs = call
+    versions = [t._version for t in tensors(call)]
     with intercepted([(module, functools.partial(note, name)) for name, module in model.named_modules()]):
-        args, kwargs = call
         answers = {id(t) for t in tensors(model(*args, **kwargs))}
+    if versions != [t._version for t in tensors(call)]:
+        raise ValueError(
+            "the model changes its input in place (x.sub_(...), x += ...), so every inner step would see another query: "
+            "let it make a new tensor"
+        )
     return [(key, t, id(t) in answers) for key, t in log]
 
 

@@ -228,20 +228,24 @@ def _masked(rows: Tensor, entry: LowRank) -> LowRank:
 
 def finite(state: State) -> Tensor:
     """(rows,): whether every number of the row is finite, told by their sum (in which nan and inf stay)."""
-    numbers = [t.detach() for t in pytree.tree_leaves(state) if t.numel() and (t.is_floating_point() or t.is_complex())]
+    numbers = [t.detach() for t in pytree.tree_leaves(state) if t.numel() and _has_fractions(t)]
     numbers = [torch.view_as_real(t) if t.is_complex() else t for t in numbers]
     if not numbers:
         return torch.ones(rows_of(state), dtype=torch.bool, device=device_of(state))
     wide = torch.promote_types(numbers[0].dtype, torch.float32)
-    return torch.stack([t.flatten(1).sum(1, dtype=wide) for t in numbers]).sum(0).isfinite()
+    return torch.stack([by_row(t).sum(1, dtype=wide) for t in numbers]).sum(0).isfinite()
 
 
 def numbers(state: State) -> list[Tensor]:
-    """All tensors of the state. (`pytree.tree_leaves` takes ten times as long, which a small step would notice.)"""
+    """All numbers of the state; indices are none. (`pytree.tree_leaves` takes ten times as long, which a small step would notice.)"""
     found: list[Tensor] = []
     for entry in state.values():
-        found += [t for _, *pair in entry.blocks for t in pair] if isinstance(entry, LowRank) else [entry]
+        found += [t for _, *pair in entry.blocks for t in pair if _has_fractions(t)] if isinstance(entry, LowRank) else [entry]
     return found
+
+
+def _has_fractions(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 def all_finite(numbers: list[Any]) -> bool:
@@ -268,12 +272,17 @@ def square_norms(state: State) -> Tensor:
 
 def _square_norms(entry: Entry) -> Tensor:
     if isinstance(entry, Tensor):
-        return (entry.abs() if entry.is_complex() else entry).flatten(1).square().sum(1)
+        return by_row(entry.abs() if entry.is_complex() else entry).square().sum(1)
     left, right = entry.factors()
     if left.shape[1] == 1 and right.is_floating_point():
         return left.flatten(1).square().sum(1) * right.flatten(1).square().sum(1)
     gram = right @ right.mT if right.is_floating_point() else (right[:, :, None] == right[:, None, :]).to(left.dtype)
     return ((left @ left.mT) * gram).sum((1, 2))
+
+
+def by_row(t: Tensor) -> Tensor:
+    """(rows, all numbers of the row); one if a query owns a single number."""
+    return t.flatten(1) if t.ndim > 1 else t[:, None]
 
 
 def _fit(per_row: Tensor, t: Tensor) -> Tensor:

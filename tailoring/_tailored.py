@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -113,8 +114,7 @@ class Tailored(Fitting):
         """The tailored prediction. Called like the model itself."""
         x = args[0] if len(args) == 1 and not kwargs else Inputs(*args, **kwargs)
         if count_rows(x) == 0 or (self.steps == 0 and not self.adapt.learned_start):
-            args, kwargs = model_call(x)
-            return self.net(*args, **kwargs)
+            return self._untailored(x)
         if self.compile_options is not None and may_look() and not torch.is_grad_enabled():
             out, sure = self._compiled_answer(x)
             if sure or all_finite(out):
@@ -132,9 +132,8 @@ class Tailored(Fitting):
     @leaves_inference_mode
     def predict(self, x: Any, state: State) -> Any:
         """The answers to `x` with a state from before; on `queries * k` rows each query's state serves k rows."""
-        args, kwargs = model_call(x)
         if count_rows(x) == 0:
-            return self.net(*args, **kwargs)
+            return self._untailored(x)
         structure = self._find_structure()
         batch = Batch(x, count_rows(x), self._find_places(x, structure), kernels=structure and self._plain_kernels(structure))
         check_state(state, self._identity(batch, 1))
@@ -203,6 +202,12 @@ class Tailored(Fitting):
         of_this_process = {"_compiled": None, "_structure": None, "_loss_structure": None, "_starts": Starts()}  # and of these very modules
         return self.__dict__ | of_this_process
 
+    def _untailored(self, x: Any) -> Any:
+        """The model as it is; not while another thread has put a query's weights in it."""
+        args, kwargs = model_call(x)
+        with alone():
+            return self.net(*args, **kwargs)
+
     def _compiled_answer(self, x: Any) -> tuple[Any, bool]:
         """The answers, and whether the program has already seen to those that fail."""
 
@@ -222,9 +227,14 @@ class Tailored(Fitting):
             places = self._places["compiled"] = self._find_places(x, structure)
             try:
                 out = self._compiled(self._key(x, structure), x, self.chunk, places.answer_rows, fills=places.answers_by_row)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
+                warnings.warn(_TOO_MANY, stacklevel=2)
+                self.compile_options = None
+                return self.forward(x), True
             except Exception as error:
-                self._batches(x)  # may know a better reason
                 if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # pyright: ignore[reportAttributeAccessIssue]
+                    for batch in self._batches(x):
+                        self._fitted(batch)  # what eager mode refuses, too, is refused with its own words
                     error.add_note(_NOT_COMPILED)
                 raise
             return out, self._is_plain and places.answers_by_row
@@ -286,8 +296,12 @@ class Tailored(Fitting):
             here, seen = sited(self.net, self.adapt.sites(self.net, x)), watch(self.net, x)
             prefix = find_prefix(self.adapt, here, seen, x)
             answers = [s for s in seen if s.name == "" and s.leaf >= 0]
+            if not answers:
+                warnings.warn(_UNSEEN, stacklevel=2)
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
             places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
+            while len(self._places) > _MOST_PLACES:
+                del self._places[next(iter(self._places))]
             self._places[key] = self._places["compiled"] = places
         if structure is None:  # dynamo knows a module by its path
             return places._replace(sited=sited(self.net, places.sited.sites))
@@ -310,7 +324,7 @@ class Tailored(Fitting):
         if isinstance(x, Tensor):
             return precision, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)
-        parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+        parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else _told(leaf) for leaf in leaves]
         return precision, tuple(parts), str(spec)
 
 
@@ -320,6 +334,20 @@ def _take_rates(model: Tailored, *_: Any) -> None:
         model.rule.lr = model.tailoring.rates(model.rule.lr)
 
 
+def _told(leaf: Any) -> Any:
+    """Of a number that is measured rather than counted, its type alone: a time step, which may be another at every call."""
+    return float if isinstance(leaf, float) else repr(leaf)
+
+
+_MOST_PLACES = 64  # kinds of inputs that are remembered
+_TOO_MANY = (
+    "this model asked for more programs than are kept, and answers in eager mode from now on: is it called with a number that is another "
+    "at every call? Give that as a tensor, one for each query"
+)
+_UNSEEN = (
+    "no tensor is found in the model's answer, so an answer that is not finite goes unnoticed: return tensors in tuples, lists or dicts, "
+    "or register your class with torch.utils._pytree.register_dataclass or register_pytree_node"
+)
 _NOT_COMPILED = (
     "tailoring: this model or its loss cannot be compiled; compile=False answers in eager mode. A loss that differentiates the model is "
     "compiled if it does so by torch.func (not torch.autograd), with CN or with Weights(how='vmap')"

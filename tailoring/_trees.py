@@ -84,11 +84,11 @@ def count_rows(tree: Any) -> int:
         return tree.shape[0]
     rowed = [t for t in tensors(tree) if t.ndim]
     if not rowed:
-        raise ValueError("the input holds no tensor with a row per query; bind constants with functools.partial instead")
+        raise ValueError("the input holds no tensor with a row per query; constants belong into the model")
     if any(t.shape[0] != rowed[0].shape[0] for t in rowed):
         raise ValueError(
             f"every input tensor needs one row per query, but the shapes are {shapes(tree)}; "
-            "bind what all queries share (grids, graphs) to the model with functools.partial"
+            "what all queries share (grids, graphs) belongs into the model, as a buffer"
         )
     return rowed[0].shape[0]
 

@@ -44,7 +44,7 @@ def doubt(model: nn.Module, rules: Way, copies: Way, x: Any) -> str | None:
 
 def tried(model: nn.Module, rules: Way, copies: Way, x: Any, share: float) -> str | None:
     """Why not: the answers to two queries, and autograd's gradients, must be the same up to a `share` of each."""
-    args, kwargs = model_call(first_and_another(x))
+    args, kwargs = model_call(first_and_another(model, x))
 
     def run(way: Way, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
         adapter, sites = way

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from ._adapt import Adapter
 from ._inner import Backprop, Keep
 from ._kernels import Structure, found_once
-from ._states import State, own_shape, rows_of
+from ._states import LowRank, State, own_shape, rows_of
 
 
 def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, keep: Any, chunk: Any) -> None:
@@ -52,10 +52,12 @@ def check_state(state: Any, identity: State, rows: int | None = None) -> None:
             f"a state of this model has the names {list(identity)}, not {list(state) if isinstance(state, dict) else type(state).__name__}"
         )
     for name, entry in state.items():
-        count = rows_of({name: entry})
-        if own_shape(entry) != own_shape(identity[name]) or (rows is not None and count != rows):
-            expected = f"{rows or 'one'} row(s) of shape {own_shape(identity[name])}"
-            raise ValueError(f"the state's {name!r} has shape {(count, *own_shape(entry))}; expected {expected}")
+        count, shape, expected = rows_of({name: entry}), own_shape(entry), own_shape(identity[name])
+        if isinstance(entry, Tensor) and len(shape) == 2 and isinstance(identity[name], LowRank) and len(expected) == 1:
+            shape = shape[1:]  # a table as it is; outer products do not tell how many rows it has
+        if shape != expected or (rows is not None and count != rows):
+            told = f"{rows or 'one'} row(s) of shape {expected}"
+            raise ValueError(f"the state's {name!r} has shape {(count, *own_shape(entry))}; expected {told}")
 
 
 def refuse_mixing_modules(model: nn.Module, structure: Structure | None = None) -> None:

@@ -82,17 +82,18 @@ class Weights(Adapter):
         return _OwnWeights.of(model)
 
     def _chosen(self, model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
-        modules = dict(model.named_modules())
+        modules, first = dict(model.named_modules()), {id(p): name for name, p in named.items()}
         if not self.at:
             return set(named)
+        places = {place: first[id(p)] for place, p in model.named_parameters(remove_duplicate=False) if id(p) in first}  # of tied ones, all
         chosen: set[str] = set()
         for entry in self.at:
-            parts: Any = {**modules, **named} if isinstance(entry, str) else modules
+            parts: Any = {**modules, **places} if isinstance(entry, str) else modules
             try:
                 found = matching((entry,), parts)
             except ValueError as error:
                 raise ValueError(f"no module or parameter matches {entry!r}; the model has: {describe(modules)}") from error
-            chosen |= {p for p in named if p in found or any(p.startswith(f"{m}.") for m in found if m) or "" in found}
+            chosen |= {name for p, name in places.items() if p in found or any(p.startswith(f"{m}.") for m in found if m) or "" in found}
         return chosen
 
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:

@@ -41,10 +41,9 @@ class _AnswersOnly(Bound):
     """A bound model that refuses whatever an offset of the prediction cannot reach."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if may_look():
-            given, own = tensors((args, kwargs)), tensors(as_call(self._query))
-            if len(given) != len(own) or not all(a is b or torch.equal(a, b) for a, b in zip(given, own, strict=True)):
-                self._refuse("calls the model on other inputs than the query (views, noise)")
+        given, own = tensors((args, kwargs)), tensors(as_call(self._query))
+        if len(given) != len(own) or not all(a is b or (may_look() and torch.equal(a, b)) for a, b in zip(given, own, strict=True)):
+            self._refuse("calls the model on other inputs than the query (views, noise)")
         return super().__call__(*args, **kwargs)
 
     def output_of(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -73,6 +72,9 @@ class Shared(Adapter):
         self.adapter = CN() if adapter is None else adapter
         self.learned_start, self.plain_kernels = self.adapter.learned_start, self.adapter.plain_kernels
         self.outer_products = self.adapter.outer_products
+
+    def depends_on(self, model: nn.Module) -> Any:
+        return self.adapter.depends_on(model)
 
     def rows(self, queries: int) -> int:
         return 1

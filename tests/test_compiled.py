@@ -400,6 +400,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:no tensor is found in the model's answer")
 @pytest.mark.parametrize("answers", ANSWERS)
 def test_answers_of_all_kinds_are_those_of_eager_mode(answers):
     """Also in batches of another size, which are filled up only where that can be undone, and in which one query fails."""
