@@ -79,7 +79,7 @@ def _load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tailoring"):
             raise
-        raise OSError(f"the experiments need {error.name}: pip install 'tailoring[experiments]'") from None
+        raise OSError(f"the experiments need {error.name}: pip install 'tailoring[experiments]' (in a checkout '.[experiments]')") from None
 
 
 def _run(experiment: Any, name: str, args: list[str]) -> int:

@@ -223,7 +223,7 @@ def _over_ray(config: Config, state: dict[str, Any], images: Images, indices: li
     try:
         import ray as installed
     except ModuleNotFoundError:
-        raise OSError("--engine ray needs Ray: pip install 'tailoring[cluster]'") from None
+        raise OSError("--engine ray needs Ray: pip install 'tailoring[cluster]' (in a checkout '.[cluster]')") from None
     ray: Any = installed  # its types know no options of other versions
     mine = not ray.is_initialized()
     if mine:
