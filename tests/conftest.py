@@ -7,6 +7,15 @@ import torch
 torch.set_num_threads(1)  # the tests' tensors are small: threads cost more than they bring
 
 
+LONG = ("compiled", "smoothing_results", "benchmarks", "certify", "modes", "experiments", "contrastive", "laws", "examples", "reuse")
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take long go first, so that two workers, which take one after another, end together."""
+    order = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 def pytest_collection_finish():
     gc.freeze()  # what was imported stays: tests that compile took a tenth longer to look for garbage in it again and again
 
