@@ -31,6 +31,9 @@ class Bound:
     are the queries' own seeds for noise (`tailoring.random`), anew at each inner step if the loss asks for `fresh_seeds`.
     """
 
+    # so that no loss can set an attribute here, which the model would not see; and quick to make
+    __slots__ = ("_keep", "_module", "_path", "_query", "_run", "_seeds", "_shares", "_step")
+
     def __init__(
         self,
         module: nn.Module,
@@ -93,7 +96,7 @@ class Bound:
         return name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_module" not in self.__dict__:
+        if name.startswith("__"):
             raise AttributeError(name)
         value = getattr(self._module, name)
         if isinstance(value, nn.Module):
@@ -116,11 +119,6 @@ class Bound:
         """As the module does: over the entries of a Sequential or ModuleList, the names of a ModuleDict."""
         for part in cast(Any, self._module):
             yield self._child(part) if isinstance(part, nn.Module) else part
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_"):
-            raise AttributeError(f"the model that a loss is given cannot be changed: set {name!r} on your own, before it is tailored")
-        super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
         return True

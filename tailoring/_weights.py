@@ -225,6 +225,8 @@ def _for_all(t: Tensor, rows: int) -> Tensor:
 class _OwnWeights(Bound):
     """A bound model that does not give away shared weights as if they were the query's own."""
 
+    __slots__ = ()
+
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, nn.Parameter):

@@ -40,6 +40,8 @@ class Output(Shift):
 class _AnswersOnly(Bound):
     """A bound model that refuses whatever an offset of the prediction cannot reach."""
 
+    __slots__ = ()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given, own = tensors((args, kwargs)), tensors(as_call(self._query))
         if len(given) != len(own) or not all(a is b or (may_look() and torch.equal(a, b)) for a, b in zip(given, own, strict=True)):

@@ -250,8 +250,9 @@ def test_a_loss_cannot_change_the_model_without_a_word():
         model.features = True
         return size(model, x)
 
-    with pytest.raises(AttributeError, match="cannot be changed: set 'features' on your own"):
-        Tailored(mlp(), change)(torch.randn(4, 3))
+    for adapt in (CN(), Weights(), baselines.Output()):
+        with pytest.raises(AttributeError, match="'features'"):
+            Tailored(mlp(), change, adapt=adapt)(torch.randn(4, 3))
 
 
 # Inputs and answers
