@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ._sites import intercepted
 from ._tailored import Tailored
-from ._trees import count_rows, map_tensors, model_call, take_rows, tensors
+from ._trees import cat_rows, count_rows, map_tensors, model_call, take_rows, tensors
 
 _REMEDIES = (
     (nn.modules.batchnorm._BatchNorm, "put it in eval mode with running statistics, or use GroupNorm or LayerNorm"),
@@ -90,8 +90,8 @@ def _check_tailoring(
     name = getattr(model.loss, "__name__", type(model.loss).__name__)
     start = model.trace(x).losses[:1].mT, model.trace(x).losses[:1].mT, model.trace(changed).losses[:1].mT
     answers = [tensors(model(value)) for value in (x, changed)]
-    alone = [tensors(model(take_rows(x, slice(i, i + 1)))) for i in range(count_rows(x))]
-    separately = [torch.cat(parts) for parts in zip(*alone, strict=True)]
+    alone = [model(take_rows(x, slice(i, i + 1))) for i in range(count_rows(x))]
+    separately = tensors(cat_rows(alone, model._find_places(x).answer_rows))
     if not everyone([start[0]], [start[1]]):
         return [Problem(f"tailoring loss {name}", "gives the same query another value each time", _SEEDED)]
     if not same([start[0]], [start[2]]):

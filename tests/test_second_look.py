@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tailoring import CN, LBFGS, Inputs, Tailored, Weights, baselines, outer_losses
+from tailoring import CN, LBFGS, Inputs, Tailored, Weights, baselines, check, outer_losses
 
 
 def size(model, x):
@@ -367,3 +367,15 @@ def test_a_compiled_offset_of_the_answer_refuses_views_too():
     model = Tailored(mlp(), lambda m, x: (m(x) - m(x + 0.1)).square().sum(1), adapt=baselines.Output(), compile={"backend": "eager"})
     with torch.no_grad(), pytest.raises(ValueError, match="other inputs than the query"):
         model(torch.randn(4, 3))
+
+
+def test_a_model_with_the_queries_in_the_second_dimension_mixes_nothing():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            return self.body(x).T
+
+    assert not check(Tailored(Turned(), lambda m, x: m(x).square().sum(0)), torch.randn(5, 3)).problems
