@@ -332,6 +332,7 @@ def test_a_number_that_is_another_at_every_call():
     assert len(model._places) < 100
 
 
+@pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
 def test_more_programs_than_are_kept_are_answered_in_eager_mode(monkeypatch):
     monkeypatch.setattr("tailoring._compiled._PROGRAMS", 3)

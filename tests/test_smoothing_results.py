@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -392,6 +392,7 @@ class StopError(Exception):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Dynamo detected a call")  # what dynamo looks at
+@pytest.mark.no_cover
 @pytest.mark.parametrize("role", ["meta", "scratch", "macer-meta"])
 def test_a_compiled_run_trains_the_same_network(finished, tmp_path, monkeypatch, role):
     """With dynamo, not with inductor, which takes a minute and makes no CPU code of the hashed noise (torch 2.13)."""
@@ -434,6 +435,21 @@ def test_a_killed_training_goes_on_to_the_same_result(finished, tmp_path, monkey
     for name in config.only:
         ours, whole = (trained(folder / "weights", name)[0] for folder in (tmp_path, finished))
         assert all(torch.equal(ours[key], whole[key]) for key in whole)
+
+
+def test_a_run_from_before_a_setting_was_known_goes_on_with_its_default_only(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "out")
+    path, config = tmp_path / "out" / "rows.jsonl", tiny(tmp_path / "out", only=("s0.5-meta-probe",))
+    head, *rows = path.read_text().splitlines()
+    known = json.loads(head)
+    assert known["config"].pop("probe_copies") == config.probe_copies
+    assert known["config"].pop("inner") == asdict(config.inner)
+    path.write_text("\n".join([json.dumps(known), *rows]) + "\n")
+    with pytest.raises(ValueError, match=r"probe_copies: 4 there, 2 now"):  # 4 is what the setting came with
+        smoothing.run(config)
+    smoothing.run(replace(config, probe_copies=smoothing.Config().probe_copies))
+    with pytest.raises(ValueError, match=r"inner.lr: 0.1 there, 0.2 now"):
+        smoothing.run(replace(config, probe_copies=smoothing.Config().probe_copies, inner=replace(config.inner, lr=0.2)))
 
 
 def test_a_killed_certification_goes_on_to_the_same_rows(finished, tmp_path):
@@ -710,6 +726,8 @@ def test_it_runs_where_the_commands_packages_are_not():
         (["--data", "cifar10", "--data-dir", "/nonexistent"], "kriz/cifar"),
         (["--pretrained", "/nonexistent.pth"], "no weights at"),
         (["--validation-n", "0"], "--validation-n must be at least 1"),
+        (["--autotune"], "give --compile, too"),
+        (["--inner.features", "middle", "--inner.where", "upper"], "choose --where lower or all"),
         (["--alpha", "1.5"], "between 0 and 1"),
         (["--inner.steps", "0"], "--inner.steps must be at least 1"),
         *(

@@ -56,6 +56,12 @@ class Inner(Tailoring):
     """order of meta-tailoring; the paper's is first order"""
 
 
+def refuse_idle(inner: Tailoring) -> None:
+    """Raise if the loss cannot see what would be tailored."""
+    if inner.features == "middle" and inner.where == "upper":
+        raise ValueError("--features middle lie below the blocks of --where upper, so nothing would move: choose --where lower or all")
+
+
 def build(network: Network, classes: int, *, statistics: Literal["cifar", "imagenet"] = "cifar", shortcut: Any = "conv") -> nn.Module:
     if network == "resnet50":
         return resnet50(classes=classes)
