@@ -60,6 +60,7 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1, help="PyTorch's, on a CPU; 1 by default")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement")
+    parser.add_argument("--rounds", type=int, default=1, help="measure all cases in turns, so many times, and tell the medians")
     parser.add_argument("--matmul", default="highest", choices=["highest", "high"], help="high: TF32 on CUDA")
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -76,10 +77,9 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
         if unknown := [name for name in options.only or () if name not in known]:
             parser.error(f"--only: no case {unknown[0]!r} (there is: {', '.join(known)})")
         names = [name for name in known if not options.only or name in (*options.only, against)]
+        names.sort(key=lambda name: name != against)  # what the ratios refer to comes first
         reference: float | None = None
-        for name in sorted(names, key=lambda name: name != against):  # what the ratios refer to comes first
-            apart = options.device == "cpu"
-            found = _in_a_process_of_its_own(options, setting, name) if apart else _measure(known, name, options)
+        for name, found in _in_rounds(known, names, setting, options):
             row = {"program": Path(sys.argv[0]).stem, "name": name, **setting, **found, **_machine(options)}
             if count is not None:
                 row["units"], row["units_against"] = (count(case, _single(options, setting)) for case in (name, against))
@@ -100,8 +100,31 @@ def _single(options: Options, setting: Mapping[str, Any]) -> Options:
     return argparse.Namespace(**{**vars(options), **setting})
 
 
-def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
+def _in_rounds(cases: Cases, names: Sequence[str], setting: Mapping[str, Any], options: Options) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each case and what was found, as soon as its last round is done. Of several rounds, the medians, and what each of them found."""
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    built: dict[str, Run] | None = {} if options.rounds > 1 else None
+    for number in range(options.rounds):
+        for name in names:
+            apart = options.device == "cpu"
+            found = _in_a_process_of_its_own(options, setting, name) if apart else _measure(cases, name, options, built)
+            rounds[name].append(found)
+            if number + 1 == options.rounds:
+                yield name, _joined(rounds[name])
+
+
+def _joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    failed = next((found for found in rounds if "failed" in found), None)
+    if failed or len(rounds) == 1:
+        return failed or rounds[0]
+    timed = {key: [found[key] for found in rounds] for key in ("seconds", "waited") if key in rounds[0]}
+    return {**rounds[0], **{key: median(each) for key, each in timed.items()}, "rounds": timed}
+
+
+def _measure(cases: Cases, name: str, options: Options, built: dict[str, Run] | None = None) -> dict[str, Any]:
     """Median time of a run, and peak memory: on CUDA above what was held before, on a CPU of the whole process.
+
+    With `built`, cases are kept there for the next round.
 
     Short runs are started one after another and waited for in the end, whichever library makes them: what a run adds to many. On CUDA
     `waited` is the time of one that is waited for by itself, as a user does who needs the answer. A replayed CUDA graph allocates
@@ -109,13 +132,15 @@ def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
     """
     cuda = options.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
-    if cuda:
+    if cuda and built is None:
         torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved() if cuda else 0
     try:
-        run = cases[name]()
+        run = built[name] if built and name in built else cases[name]()
+        if built is not None:
+            built[name] = run
         wait = getattr(run, "wait", wait)
         begin = time.perf_counter()
         for _ in range(3 if cuda else 1):

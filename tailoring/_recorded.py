@@ -81,11 +81,13 @@ class _Recording:
         self.again, self.outputs = recorder.record(lambda: run(*given))
 
     def serves(self, args: Sequence[Any]) -> bool:
-        return (
-            all(args[i].data_ptr() == place for i, place in self.places)
-            and all(args[i].shape == slot.shape and args[i].stride() == slot.stride() for i, slot in self.slots)
-            and all(args[i] == value for i, value in self.numbers)
-        )
+        for i, place in self.places:  # in plain loops, since this is asked before every call
+            if args[i].data_ptr() != place:
+                return False
+        for i, slot in self.slots:
+            if args[i].shape != slot.shape or args[i].stride() != slot.stride():
+                return False
+        return all(args[i] == value for i, value in self.numbers)
 
     def replay(self, args: Sequence[Any]) -> Sequence[Any]:
         self._fill(args)

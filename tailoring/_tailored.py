@@ -224,9 +224,10 @@ class Tailored(Fitting):
                 self._compiled = Compiled(answer, self.compile_options or {}, self._owned, fills=self.adapt.rows(2) == 2)
             structure = self._find_structure()
             assert structure is not None, "compiled code does not come here"
-            places = self._places["compiled"] = self._find_places(x, structure)
+            key = self._key(x, structure)
+            places = self._places["compiled"] = self._places.get(key) or self._find_places(x, structure)
             try:
-                out = self._compiled(self._key(x, structure), x, self.chunk, places.answer_rows, fills=places.answers_by_row)
+                out = self._compiled(key, x, self.chunk, places.answer_rows, fills=places.answers_by_row)
             except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
                 warnings.warn(_TOO_MANY, stacklevel=2)
                 self.compile_options = None

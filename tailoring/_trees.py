@@ -75,6 +75,8 @@ def shapes(tree: Any) -> list[tuple[int, ...]]:
 
 
 def map_tensors(f: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return f(tree)
     return pytree.tree_map(lambda leaf: f(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 

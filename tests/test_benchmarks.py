@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +110,27 @@ def test_runs_are_also_waited_for_one_by_one(monkeypatch, capsys):
     row = {"name": "a case", "seconds": 1e-3, "waited": 2e-3, "peak_bytes": None}
     measure._tell(row, {}, "another", 4e-3)
     assert "1 ms (2 waited for)" in capsys.readouterr().out
+
+
+def test_rounds_measure_the_cases_in_turns_and_tell_the_medians(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    measure, done, built = importlib.import_module("_measure"), [], []
+
+    def case(name):
+        built.append(name)
+        return lambda: done.append(name)
+
+    def fails():
+        raise ValueError("no such thing")
+
+    cases = {"a": lambda: case("a"), "b": lambda: case("b"), "c": fails}
+    options = argparse.Namespace(device="this process", seconds=0.01, rounds=3)
+    found = dict(measure._in_rounds(cases, ["a", "b", "c"], {}, options))
+    assert built == ["a", "b"]
+    assert [name for name, _ in itertools.groupby(done)] == ["a", "b"] * 3
+    assert found["a"]["seconds"] == statistics.median(found["a"]["rounds"]["seconds"]) > 0
+    assert len(found["b"]["rounds"]["seconds"]) == 3
+    assert found["c"] == {"failed": "ValueError: no such thing"}
 
 
 ON_THE_H200 = [  # the lines of the table in docs/performance.md: program, setting, case, against
