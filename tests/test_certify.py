@@ -312,3 +312,19 @@ def test_public_weights_on_real_images(cifar, tmp_path):
     certify.run(config)
     found, _ = results(tmp_path)
     assert sum(row["predict"] == row["label"] and row["radius"] > 0 for row in found.values()) >= 2
+
+
+@needs("cifar10")
+def test_the_committed_network_votes_as_its_committed_certificates_say(cifar):
+    """Made on a GPU in bf16 with other noise: the shares of the right class must agree as closely as so few samples can tell."""
+    folder, few = ROOT / "docs" / "experiments" / "smoothing-seed1", 200
+    net = cifar_resnet(110)
+    load_weights(net, read_weights(folder / "weights" / "s0.5-base.safetensors"))
+    smoothed = Smoothed(net.eval(), 0.5, batch=100)
+    rows = [row for row in read(folder / "certified" / "s0.5-plain-n10000" / "rows.jsonl") if row.get("votes")]
+    undecided = [row for row in rows if row["predict"] == row["label"] and row["votes"] < 9000][:3]
+    images, labels = cifar10(cifar, "test")
+    for row in undecided:
+        assert int(labels[row["index"]]) == row["label"]
+        share, expected = int(smoothed.votes(images[row["index"]].float() / 255, few, 0)[row["label"]]) / few, row["votes"] / 10_000
+        assert abs(share - expected) < 4 * (expected * (1 - expected) / few) ** 0.5

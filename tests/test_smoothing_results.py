@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tailoring.__main__ import main
 from tailoring.experiments import smoothing
-from tailoring.experiments._classifiers import Inner, blocks, build, restricted, tailored
+from tailoring.experiments._classifiers import Inner, blocks, build, read_weights, restricted, tailored
 from tailoring.experiments._images import TensorImages, cifar10_splits, folder_splits, made_splits
 from tailoring.experiments._rows import read
 from tailoring.experiments._smoothing_losses import Macer, RobustLoss, SmoothAdv, adversarial, macer_loss, shifted
@@ -518,7 +519,7 @@ def test_parts_that_are_missing_are_left_out(tmp_path, finished):
     assert "Does the step itself help?" not in text
 
 
-@pytest.mark.parametrize("name", ["smoothing", "imagenette"])
+@pytest.mark.parametrize("name", ["smoothing", "smoothing-seed1", "imagenette"])
 def test_the_tables_in_the_docs_are_those_of_the_committed_rows(name):
     folder = ROOT / "docs" / "experiments" / name
     page = folder.with_suffix(".md").read_text()
@@ -537,6 +538,18 @@ def test_the_committed_certificates_are_of_the_same_images(name, n, images):
         found = results.test(sigma, n)
         assert all(sorted(c.rows) == list(images) for c in found.values())
         assert len({tuple(c.tensors()[0].tolist()) for c in found.values()}) == 1  # labels
+
+
+def test_the_weights_in_the_repository_are_those_that_were_certified():
+    folder = ROOT / "docs" / "experiments" / "smoothing-seed1"
+    kept = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in (folder / "weights").glob("*.safetensors")}
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    for c in (row for row in rows if row["kind"] == "certification" and row["training"] in kept):
+        head = next(read(folder / "certified" / c["name"] / "rows.jsonl"))
+        assert head["sha256"]["weights"] == kept[c["training"]]
+    net = build("resnet110", 10)
+    load_weights(net, read_weights(folder / "weights" / "s0.5-meta.safetensors"))
+    assert set(kept) == {"s0.5-base", "s0.5-control", "s0.5-meta", "s0.5-smoothadv-control"}
 
 
 @needs("smoothing-logs")
