@@ -133,7 +133,7 @@ class Seen:
     floating: bool
     dtype: torch.dtype
     is_answer: bool  # the model returned this very tensor
-    in_order: bool  # the rows of each query follow each other
+    in_order: bool  # the rows of each query follow each other, equally many of each
 
 
 def watch(model: nn.Module, x: Any) -> list[Seen]:
@@ -154,7 +154,9 @@ def watch(model: nn.Module, x: Any) -> list[Seen]:
 
 
 def _in_order(same: Tensor, other: Tensor, rows: int) -> bool:
-    """Whether, with another second query, only the second half of the rows changes."""
+    """Whether, with another second query, only the second half of the rows changes: no other rows, and not more or fewer."""
+    if same.ndim != other.ndim or same.shape[rows] != other.shape[rows]:
+        return False  # tokens sent to experts, say, of which each query has as many as it happens to
     if same.shape != other.shape or same.shape[rows] == 2:
         return True
     half = same.shape[rows] // 2
@@ -167,9 +169,10 @@ def first_and_another(model: nn.Module, x: Any) -> Any:
 
     def another(t: Tensor) -> Tensor:
         first = _numbers(t[:1])
+        turned = first.flip(-1) if t.ndim > 1 else None  # so that what sends it somewhere, whatever its size, may send it elsewhere
         if t.is_floating_point() or t.is_complex():
-            return torch.cat([first, 1.5 * first + 0.1])
-        return torch.cat([first, first.flip(-1) if t.ndim > 1 else t[-1:]])
+            return torch.cat([first, 1.5 * (first if turned is None else turned) + 0.1])
+        return torch.cat([first, t[-1:] if turned is None else turned])
 
     for make in (another, lambda t: _numbers(torch.cat([t[:1], t[-1:]]))):  # a number may be that of a row in a table, which has no other
         made = map_tensors(lambda t, make=make: make(t) if t.ndim else t, x)
@@ -229,7 +232,8 @@ def refuse_disorder(seen: Iterable[Seen]) -> None:
         if not s.in_order:
             raise ValueError(
                 f"module {s.name!r} sees several rows of each query, and not one query after the other (a torch.cat of views, a flattened "
-                "(time, queries)?): they cannot be told apart. Stack views in dimension 1 and flatten, or call the module once for each"
+                "(time, queries)?) or not equally many of each (tokens sent to experts?): they cannot be told apart. Stack views in "
+                "dimension 1 and flatten, or call the module once for each"
             )
 
 

@@ -380,3 +380,25 @@ def test_a_model_with_the_queries_in_the_second_dimension_mixes_nothing():
             return self.body(x).T
 
     assert not check(Tailored(Turned(), lambda m, x: m(x).square().sum(0)), torch.randn(5, 3)).problems
+
+
+class Routed(nn.Module):
+    """Tokens whose first number is positive go to an expert."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.expert = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    def forward(self, x):  # (queries, tokens, 2)
+        tokens = x.flatten(0, 1)
+        chosen = (tokens[:, 0] > 0).nonzero().squeeze(1)
+        return tokens.index_copy(0, chosen, self.expert(tokens[chosen])).view_as(x)
+
+
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights("expert.*")])
+def test_tokens_sent_to_experts_are_no_rows_of_a_query(adapt):
+    """Of these four queries 1, 2, 0 and 1 tokens are sent, which is one for each only in the mean."""
+    x = torch.tensor([[[1.0, 1], [-1, 1]], [[1, 2], [2, 1]], [[-1, 0], [-2, 1]], [[-1, 3], [3, 1]]])
+    with pytest.raises(ValueError, match="not equally many of each"):
+        Tailored(Routed(), lambda m, x: m(x).square().flatten(1).sum(1), adapt=adapt)(x)
