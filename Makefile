@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: demo test wheel clean
 
 demo: .venv/ready      ## set up .venv and print Table 1 from a small run
-	$(BIN)/tailoring run planets --quick --out runs/demo
+	$(BIN)/tailoring run planets --quick --out runs/demo $(FLAGS)
 
 test: .venv/ready      ## set up .venv, then run the linters and all the tests
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
@@ -15,7 +15,7 @@ wheel: .venv/ready     ## build the wheel into dist/
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:
