@@ -65,6 +65,8 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, not {options.rounds}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no GPU here")
     torch.set_num_threads(options.threads)
@@ -132,8 +134,9 @@ def _measure(cases: Cases, name: str, options: Options, built: dict[str, Run] | 
     """
     cuda = options.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
-    if cuda and built is None:
-        torch.compiler.reset()
+    if cuda:
+        if built is None:  # else the programs of the other cases are needed again
+            torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved() if cuda else 0

@@ -203,6 +203,11 @@ def test_the_command_says_which_programs_there_are(capsys):
     assert all(f"\n  {name} " in told for name in SMALL)
 
 
+def test_no_round_is_refused(capfd):
+    assert main(["bench", "overhead", "--rounds", "0"]) == 1
+    assert "--rounds must be at least 1, not 0" in capfd.readouterr().err
+
+
 def test_a_case_that_there_is_not_is_named(capfd):
     assert main(["bench", "overhead", "--only", "by foot"]) == 1
     assert "no case 'by foot' (there is: by hand, tailored, plain)" in capfd.readouterr().err
