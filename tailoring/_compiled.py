@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ._merge import merging
-from ._recorded import CudaGraphs, Recorded
+from ._recorded import CudaGraphs, Recorded, meanwhile
 from ._trees import cat_rows, count_rows, map_tensors, split_rows, tensors
 
 Program = Callable[[Any], Any]
@@ -21,6 +21,11 @@ _PROGRAMS = 64  # of one model; dynamo's own limit is 8
 _REALIZED = {"realize_reads_threshold": 3}  # what several read is written down sooner: states reread what made them at every step
 _LIBRARIES = re.compile(r"G\['__import_(torch|tailoring)(_dot_|'\])|G\['__builtins_|__import__\('torch'\)")
 _SEARCHES = ("max_autotune", "max_autotune_gemm")  # the options with which Inductor looks for the fastest kernels
+_PRODUCTS = {  # on CUDA: search for the kernels of matrix products, not of convolutions, which takes minutes; print no tables of it
+    "max_autotune_gemm": True,
+    "max_autotune_conv_backends": "ATEN",
+    "autotune_num_choices_displayed": 0,
+}
 _RECORDED = {None, "reduce-overhead", "max-autotune"}  # the modes of torch.compile with CUDA graphs
 
 
@@ -92,21 +97,32 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
         raise ValueError(f"compile sets {sorted(taken)[0]!r} itself: whole graphs of fixed sizes; give other options of torch.compile")
     if "backend" in given:
         return dict(given)
-    mode = given.get("mode")
-    asked = {**_of_mode(mode), **given.get("options", {})}
-    options = {**_REALIZED, **merging(searches=any(map(asked.get, _SEARCHES))), **asked}
-    guards = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
+    options, guards, searches, graphs = _for_inductor(device, given)
     rest = {name: value for name, value in given.items() if name not in ("mode", "options")}
-    graphs = options.pop("triton.cudagraphs", mode in _RECORDED)
     if device.type != "cuda" or not graphs:
         return {**rest, "options": options | guards}
     with torch.cuda.device(device):
         recorder = CudaGraphs()
 
     def recorded(program: fx.GraphModule, inputs: list[Any]) -> Program:
-        return Recorded(cast(Callable[..., Any], torch._inductor.compile(program, inputs, options=options)), owned, recorder).__call__
+        with meanwhile(recorder.spin) if searches else nullcontext():  # trials are so short, and far between, that the GPU's clock falls
+            compiled = torch._inductor.compile(program, inputs, options=options)
+        return Recorded(cast(Callable[..., Any], compiled), owned, recorder).__call__
 
     return {**rest, "backend": recorded, "options": guards}
+
+
+def _for_inductor(device: torch.device, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool, bool]:
+    """Inductor's options, dynamo's, whether kernels are searched for, and whether CUDA graphs are wanted."""
+    mode = given.get("mode")
+    asked = {**_of_mode(mode), **given.get("options", {})}
+    if device.type == "cuda" and mode is None and not asked.keys() & set(_SEARCHES):
+        options = {**_REALIZED, **merging(), **_PRODUCTS, **asked}
+    else:
+        options = {**_REALIZED, **merging(searches=any(map(asked.get, _SEARCHES))), **asked}
+    guards = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
+    graphs = options.pop("triton.cudagraphs", mode in _RECORDED)
+    return options, guards, any(map(options.get, _SEARCHES)), graphs
 
 
 def _not_of_libraries(guards: Sequence[Any]) -> list[bool]:

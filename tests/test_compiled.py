@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -21,7 +23,7 @@ from tailoring import CN, Inputs, Tailored, Weights, _compiled, _merge, _reuse, 
 from tailoring._flipped import flip_gradients
 from tailoring._layouts import turn_weights
 from tailoring._merge import merge_repeats
-from tailoring._recorded import Recorded
+from tailoring._recorded import Recorded, meanwhile
 
 AOT = {"backend": "aot_eager"}
 pytestmark = pytest.mark.no_cover  # dynamo takes longer while it is watched
@@ -352,6 +354,38 @@ def test_only_a_search_for_kernels_flips_gradients(monkeypatch, given, searches)
     monkeypatch.setattr(_merge, "flip_gradients", lambda graph: seen.append(graph))
     _compiled._options(torch.device("cpu"), given, lambda: [])["options"]["post_grad_custom_pre_pass"](fx.Graph())
     assert len(seen) == searches
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "searched"),
+    [
+        ("cuda", {}, (True, "ATEN")),  # the default: products, not convolutions
+        ("cuda", {"options": {"max_autotune_gemm": True}}, (True, None)),
+        ("cuda", {"options": {"max_autotune_gemm": False}}, (False, None)),
+        ("cuda", {"mode": "reduce-overhead"}, (False, None)),
+        ("cpu", {}, (False, None)),
+    ],
+)
+def test_what_is_searched_for(device, given, searched):
+    options, _, searches, graphs = _compiled._for_inductor(torch.device(device), given)
+    assert (searches, options.get("max_autotune_conv_backends")) == searched
+    assert graphs
+
+
+def test_work_goes_on_meanwhile_and_ends_with_the_block():
+    done, twice = [], threading.Event()
+
+    def work():
+        done.append(1)
+        if len(done) > 1:
+            twice.set()
+
+    with pytest.raises(KeyError), meanwhile(work):  # an error in the block ends it, too
+        {twice.wait(30): "in time"}[False]
+    assert twice.is_set()
+    count = len(done)
+    time.sleep(0.05)
+    assert len(done) == count
 
 
 def test_random_numbers_are_drawn_anew_each_time():
