@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from ._merge import merging
-from ._recorded import CudaGraphs, Recorded, meanwhile
+from ._recorded import CudaGraphs, Recorded
 from ._trees import cat_rows, count_rows, map_tensors, split_rows, tensors
+from ._trials import as_in_a_chain
 
 Program = Callable[[Any], Any]
 _MOST_PADDING = 4  # a batch may be filled up to so many times its size, before a new size is compiled
@@ -105,7 +106,7 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
         recorder = CudaGraphs()
 
     def recorded(program: fx.GraphModule, inputs: list[Any]) -> Program:
-        with meanwhile(recorder.spin) if searches else nullcontext():  # trials are so short, and far between, that the GPU's clock falls
+        with as_in_a_chain() if searches else nullcontext():
             compiled = torch._inductor.compile(program, inputs, options=options)
         return Recorded(cast(Callable[..., Any], compiled), owned, recorder).__call__
 

@@ -7,9 +7,7 @@ than a small network's five steps take on the GPU. A tailored answer is one prog
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import Event, Thread
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 
 Run = Callable[..., Sequence[Any]]
 _MOST = 8  # recordings of one program, before it is taken that its weights will go on moving
-_SPIN = 1_000_000  # cycles, half a millisecond
 
 
 class Recorder(Protocol):
@@ -118,7 +115,7 @@ class CudaGraphs:
     """Records on one stream, into memory that all recordings share: no two replay at once, and no output is read after the next replay."""
 
     def __init__(self) -> None:
-        self.stream, self.side, self.pool = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def first(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         now = torch.cuda.current_stream()
@@ -133,27 +130,3 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             outputs = run()
         return graph.replay, outputs
-
-    def spin(self) -> None:
-        """Keep one thread of the GPU busy for half a millisecond, and its clock up."""
-        with torch.cuda.stream(self.side):
-            torch.cuda._sleep(_SPIN)
-        self.side.synchronize()
-
-
-@contextmanager
-def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Do `work` in a thread, again and again until the block is left."""
-    done = Event()
-
-    def go_on() -> None:
-        while not done.is_set():
-            work()
-
-    thread = Thread(target=go_on, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

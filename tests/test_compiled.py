@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -17,13 +15,15 @@ from functorch.compile import make_boxed_func
 from nets import drift, mlp, queries
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.runtime.benchmarking import InductorBenchmarker, benchmarker
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tailoring import CN, Inputs, Tailored, Weights, _compiled, _merge, _reuse, baselines, losses
+from tailoring import CN, Inputs, Tailored, Weights, _compiled, _merge, _reuse, _trials, baselines, losses
 from tailoring._flipped import flip_gradients
 from tailoring._layouts import turn_weights
 from tailoring._merge import merge_repeats
-from tailoring._recorded import Recorded, meanwhile
+from tailoring._recorded import Recorded
+from tailoring._trials import as_in_a_chain
 
 AOT = {"backend": "aot_eager"}
 pytestmark = pytest.mark.no_cover  # dynamo takes longer while it is watched
@@ -372,20 +372,20 @@ def test_what_is_searched_for(device, given, searched):
     assert graphs
 
 
-def test_work_goes_on_meanwhile_and_ends_with_the_block():
-    done, twice = [], threading.Event()
-
-    def work():
-        done.append(1)
-        if len(done) > 1:
-            twice.set()
-
-    with pytest.raises(KeyError), meanwhile(work):  # an error in the block ends it, too
-        {twice.wait(30): "in time"}[False]
-    assert twice.is_set()
-    count = len(done)
-    time.sleep(0.05)
-    assert len(done) == count
+def test_trials_of_kernels_are_queued_and_find_the_cache_full(monkeypatch):
+    made, before = [], dict(vars(benchmarker))
+    monkeypatch.setattr(InductorBenchmarker, "get_event_pairs", lambda self, iters, device_type=None: made.append(iters) or [])
+    with as_in_a_chain(pause := made.append):
+        assert benchmarker.get_event_pairs(5, device_type="cuda") == []
+        assert benchmarker.get_device_cache_size("cuda") == _trials._CACHE
+    assert made == [5 * _trials._AHEAD, 5]
+    assert vars(benchmarker) == before
+    with pytest.raises(KeyError), as_in_a_chain(pause):
+        {}["an error"]
+    assert vars(benchmarker) == before
+    monkeypatch.delattr(InductorBenchmarker, "get_event_pairs")
+    with as_in_a_chain(pause):  # another benchmarker is left as it is
+        assert vars(benchmarker) == before
 
 
 def test_random_numbers_are_drawn_anew_each_time():

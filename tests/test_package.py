@@ -39,6 +39,7 @@ ROOMS = [
     "_flipped",
     "_merge",
     "_recorded",
+    "_trials",
     "_compiled",
     "_adapt",
     "_copies",
