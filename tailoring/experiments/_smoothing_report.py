@@ -309,10 +309,11 @@ def _pictures(results: Results) -> list[Picture]:
     made = []
     for sigma, n in results.settings():
         figure, (ax,) = new_figure(6, 4)
-        for role, c in _ordered(results.test(sigma, n)):
+        for i, (role, c) in enumerate(_ordered(results.test(sigma, n))):
             truth, label, radius = c.tensors()
             radii = torch.linspace(0, max(0.1, float(radius.max()) * 1.05), 200).tolist()
-            ax.plot(radii, certified_accuracy(truth, label, radius, radii), label=role, linewidth=1.2)
+            style = "-" if i < 10 else "--"  # there are ten colours
+            ax.plot(radii, certified_accuracy(truth, label, radius, radii), style, label=role, linewidth=1.2)
         ax.set(xlabel="radius", ylabel="certified accuracy", ylim=(0, 1))
         ax.legend(frameon=False, fontsize=8)
         made.append(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -35,12 +36,25 @@ def bootstrap_difference(a: Tensor, b: Tensor, *, level: float = 0.95, draws: in
     if a.shape != b.shape or a.ndim != 1:
         raise ValueError(f"two values for each query are compared, shapes (queries,) twice, not {tuple(a.shape)} and {tuple(b.shape)}")
     difference = (a - b).double().cpu()
-    random = torch.Generator().manual_seed(seed)
-    at_once = max(1, _MOST_NUMBERS // len(difference))
-    parts = [min(at_once, draws - start) for start in range(0, draws, at_once)]
-    means = torch.cat([difference[torch.randint(len(difference), (n, len(difference)), generator=random)].mean(1) for n in parts])
+    resamples = _kept if len(difference) * draws <= 2 * _MOST_NUMBERS else _resamples
+    means = torch.cat([drawn.double() @ difference / len(difference) for drawn in resamples(len(difference), draws, seed)])
     low, high = torch.quantile(means, torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
     return float(difference.mean()), low, high
+
+
+def _resamples(queries: int, draws: int, seed: int) -> Iterator[Tensor]:
+    """How often each query is drawn, (draws, queries), in parts."""
+    random = torch.Generator().manual_seed(seed)
+    at_once = max(1, _MOST_NUMBERS // queries)
+    for start in range(0, draws, at_once):
+        drawn = torch.randint(queries, (min(at_once, draws - start), queries), generator=random)
+        yield torch.zeros(drawn.shape, dtype=torch.int16).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.int16))
+
+
+@lru_cache(maxsize=2)
+def _kept(queries: int, draws: int, seed: int) -> list[Tensor]:
+    """A table compares many pairs of methods on the same queries."""
+    return list(_resamples(queries, draws, seed))
 
 
 def read_log(path: Path | str) -> dict[str, Tensor]:
