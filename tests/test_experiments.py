@@ -470,24 +470,13 @@ def test_two_processes_train_as_one(finished, folder):
     assert rows.count("config") == 1
 
 
-def test_the_appendix_outer_loop_refuses_several_processes(folder):
-    done = command(
-        "run",
-        "planets",
-        "--out",
-        folder / "each",
-        "--data",
-        folder / "data",
-        *TINY,
-        "--only",
-        "meta-each*",
-        "--devices",
-        "2",
-        "--strategy",
-        "ddp",
-    )
-    assert done.returncode != 0
-    assert "one device only" in done.stderr
+def test_the_appendix_outer_loop_refuses_several_processes_before_anything_runs(tmp_path):
+    config = replace(tiny_config(tmp_path), devices=2, strategy="ddp")
+    with pytest.raises(ValueError, match=r"meta-each-w0.002-lr0.001-seed0, a step after each inner step .* one device only"):
+        planets.run(config)
+    with pytest.raises(ValueError, match=r"nothing matches --only meta-eech\*; a run trains: inductive-"):
+        planets.run(replace(config, only=("meta-eech*",)))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])

@@ -25,6 +25,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     """Run what has not been run yet; the rows are in `config.out`."""
     torch.set_float32_matmul_precision(config.matmul)
     fabric = Fabric(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision)
+    chosen = _chosen(config, fabric.world_size)
     fabric.launch()
     rows = Rows(config.out, "planets", config, str(fabric.device)) if fabric.is_global_zero else None
     with fabric.rank_zero_first():
@@ -43,7 +44,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
         rows.add(kind="data", checksum=checksum({"x": data.test.x, "y": data.test.y}), trivial=trivial(bench))
     fabric.barrier()
     finished = {row["name"] for row in read(config.out / "rows.jsonl") if row["kind"] == "done"}
-    groups = list(_groups(config, finished, fabric))
+    groups = list(_groups(config, [t for t in chosen if t.name not in finished], fabric))
     for number, group in enumerate(groups):
         progress("groups", number, len(groups))
         _train(group, bench, data, fabric, progress)
@@ -56,12 +57,20 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     return config.out
 
 
-def _groups(config: Config, finished: set[str], fabric: Fabric) -> Iterator[list[Training]]:
-    """Trainings that run side by side: of equal length, as many as the device may hold."""
+def _chosen(config: Config, processes: int) -> list[Training]:
+    """What `--only` leaves of the plan; what cannot be trained is refused before anything runs."""
     chosen = [t for t in dict.fromkeys(plan(config)) if any(fnmatchcase(t.name, pattern) for pattern in config.only)]
     if not chosen:
         raise ValueError(f"nothing matches --only {' '.join(config.only)}; a run trains: {', '.join(t.name for t in plan(config))}")
-    chosen = [t for t in chosen if t.name not in finished]
+    if processes > 1 and (alone := [t.name for t in chosen if t.outer == "each"]):
+        raise ValueError(
+            f"{alone[0]}, a step after each inner step (the appendix's outer loop), trains on one device only: use --devices 1, or --only"
+        )
+    return chosen
+
+
+def _groups(config: Config, chosen: list[Training], fabric: Fabric) -> Iterator[list[Training]]:
+    """Trainings that run side by side: of equal length, as many as the device may hold."""
     size = config.at_once if fabric.device.type == "cuda" else 1
     alike = sorted(chosen, key=lambda t: (t.network, t.adapt, t.trajectories, t.epochs, t.stop_early))
     if size == 1:
