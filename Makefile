@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# what is installed is compiled when it is first used, and kept: else every process would do it anew
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test wheel clean
 
