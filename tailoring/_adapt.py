@@ -49,6 +49,7 @@ class Site:
     how: str = ""  # of a parameter: the rule by which every query has its own
     local: str = ""  # of a parameter: its name in the module
     all_rows: tuple[tuple[int, int | None], ...] = ()  # of a parameter: `rows` of all the module's inputs (-1, -2, ...) and outputs
+    parts: tuple[tuple[str, tuple[tuple[int, int | None], ...]], ...] = ()  # of a whole model with copies: `all_rows` of its modules
     calls: int = 1  # how often the module runs in one forward pass
     copied: bool = False  # of a parameter: the module has no rule, and runs with a copy of its weights for each query
 

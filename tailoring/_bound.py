@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from types import GeneratorType
 from typing import Any, Self, cast
 
 from torch import Tensor, nn
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from ._sites import WHOLE, Reading
 from .random import fold, seeds_of
 
-_LISTING = (nn.Module.children, nn.Module.named_children, nn.ModuleDict.values, nn.ModuleDict.items)
+_LISTING = (
+    *(nn.Module.children, nn.Module.named_children, nn.Module.modules, nn.Module.named_modules),
+    *(nn.ModuleDict.values, nn.ModuleDict.items),
+)
 
 
 class _InTurn(list["Bound"]):
@@ -104,7 +108,24 @@ class Bound:
         if getattr(value, "__func__", None) in _LISTING:  # bound, too: a module that is found there runs with the state
             return lambda: self._listed(name)
         if inspect.ismethod(value) and value.__self__ is self._module:  # a method of the model runs with the state, too
-            return lambda *args, **kwargs: self._run(Reading(self._path, method=name), args, kwargs)
+            return lambda *args, **kwargs: self._returned(name, self._run(Reading(self._path, method=name), args, kwargs))
+        return self._inside(value)
+
+    def _returned(self, method: str, value: Any) -> Any:
+        """What a method gave, which is used when the model is no longer adapted."""
+        if isinstance(value, GeneratorType) and not hasattr(nn.Module, method):
+            raise ValueError(f"the model's {method!r} is a generator, which runs after the loss has asked for it: let it return a list")
+        return self._inside(value)
+
+    def _inside(self, value: Any) -> Any:
+        """Modules of this one as bound ones, in lists and the like too."""
+        if isinstance(value, nn.Module):
+            path = next((name for name, module in self._module.named_modules() if module is value), None)
+            return value if path is None else self if path == "" else self._below(path, value)
+        if type(value) in (list, tuple) and any(isinstance(part, nn.Module) for part in value):
+            return type(value)(self._inside(part) for part in value)
+        if type(value) is dict and any(isinstance(part, nn.Module) for part in value.values()):
+            return {key: self._inside(part) for key, part in value.items()}
         return value
 
     def __getitem__(self, index: Any) -> Any:
@@ -130,8 +151,9 @@ class Bound:
         return self._below(next(name for name, child in self._module.named_children() if child is module), module)
 
     def _listed(self, how: str) -> Iterator[Any]:
-        named = [(name, self._below(name, module)) for name, module in self._module.named_children()]
-        return iter(named if how in ("items", "named_children") else [bound for _, bound in named])
+        every = self._module.named_modules() if how.endswith("modules") else self._module.named_children()
+        named = [(name, self._below(name, module) if name else self) for name, module in every]
+        return iter(named if how in ("items", "named_children", "named_modules") else [bound for _, bound in named])
 
     def _below(self, name: str, module: nn.Module) -> Bound:
         path = f"{self._path}.{name}" if self._path else name

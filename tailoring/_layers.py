@@ -212,7 +212,11 @@ def attention(
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     for mask in _masks(a["attn_mask"], a["key_padding_mask"], heads):
         scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1)
+    if not a["need_weights"]:  # then a place that may look nowhere (padding, all of it) is answered 0; else not a number, as torch does
+        nowhere = scores.isneginf().all(-1, keepdim=True)
+        weights = scores.masked_fill(nowhere, 0.0).softmax(-1).masked_fill(nowhere, 0.0)
+    else:
+        weights = scores.softmax(-1)
     mixed = (weights @ v).transpose(1, 2).flatten(2)
     out = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
     shape = tuple(module.out_proj.weight.shape)

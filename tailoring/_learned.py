@@ -81,11 +81,13 @@ def _own_names(named: Iterator[tuple[str, Any]], prefix: str) -> Iterator[tuple[
 
 
 def _drop_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for key in [key for key in state_dict if key.startswith(f"{prefix}net.")]:
-        state_dict[prefix + key.removeprefix(f"{prefix}net.")] = state_dict.pop(key)
+    before = f"{prefix}net."  # all are taken before any is put back: the model may have a `net`, too
+    taken = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(before)}
+    state_dict |= {prefix + key.removeprefix(before): value for key, value in taken.items()}
 
 
 def _add_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    taken: dict[str, Any] = {}
     for key in [key for key in state_dict if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if name.startswith("tailoring.start.") and module.tailoring.wants_start:  # a start that this model has not made yet
@@ -93,4 +95,5 @@ def _add_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, *_: A
             if start not in module.tailoring.start:
                 module.tailoring.start[start] = nn.Parameter(state_dict[key].clone())
         elif not name.startswith("tailoring."):
-            state_dict[f"{prefix}net.{name}"] = state_dict.pop(key)
+            taken[f"{prefix}net.{name}"] = state_dict.pop(key)
+    state_dict |= taken

@@ -47,10 +47,22 @@ def apart_if_tied(sites: list[Site]) -> list[Site]:
     return [s if len(kinds[s.key]) == 1 else replace(s, how="copies") for s in sites]
 
 
+def differs_by_call(sites: list[Site], seen: list[Seen]) -> str | None:
+    """A module of the sites whose calls in one pass hold the queries in different dimensions, or of which one is for all queries."""
+    found: dict[tuple[str, int], set[int | None]] = {}
+    for s in seen:
+        found.setdefault((s.name, s.leaf), set()).add(s.rows)
+    several = {name for (name, _), rows in found.items() if len(rows) > 1}
+    return next((s.module for s in sites if s.module in several), None)
+
+
 def with_rows(sites: list[Site], seen: list[Seen]) -> tuple[Site, ...]:
     """The sites with the dimensions that hold the queries, as far as the trial passes saw their modules run (else the first)."""
     found: dict[str, dict[int, int | None]] = {}
     for s in seen:
         found.setdefault(s.name, {}).setdefault(s.leaf, s.rows)
     rows = {name: tuple(sorted(leaves.items())) for name, leaves in found.items()}
-    return tuple(replace(s, rows=found.get(s.module, {}).get(0, 0), all_rows=rows.get(s.module, ())) for s in sites)
+    parts = tuple(rows.items())
+    return tuple(
+        replace(s, rows=found.get(s.module, {}).get(0, 0), all_rows=rows.get(s.module, ()), parts=() if s.module else parts) for s in sites
+    )

@@ -140,27 +140,38 @@ def watch(model: nn.Module, x: Any) -> list[Seen]:
     """Every module's inputs and outputs in the order in which the outputs arrive, from three small trial passes.
 
     Two copies of the first query, then three: the dimension that holds the queries is the one that grows. Then two different
-    queries: where there are several rows per query, those of the first must stay as they were, and stand first.
+    queries, in either order: the rows of each must stand where it stands.
     """
     with torch.no_grad(), plain_kernels(model, graph=False):
-        two, three, other = (_watch_once(model, model_call(trial)) for trial in (_first(x, 2), _first(x, 3), first_and_another(model, x)))
-    if [key for key, *_ in two] != [key for key, *_ in three] or len(two) != len(other):
+        pair = first_and_another(model, x)
+        turned = map_tensors(lambda t: t.flip(0) if t.ndim else t, pair)
+        two, three, other, swapped = (_watch_once(model, model_call(trial)) for trial in (_first(x, 2), _first(x, 3), pair, turned))
+    if [key for key, *_ in two] != [key for key, *_ in three] or not len(two) == len(other) == len(swapped):
         raise ValueError("the model calls its modules differently for batches of two and of three queries: its queries are not independent")
     seen = []
-    for (key, a, is_answer), (_, b, _), (_, c, _) in zip(two, three, other, strict=True):
+    for (key, a, is_answer), (_, b, _), (_, c, _), (_, d, _) in zip(two, three, other, swapped, strict=True):
         rows = _row_dimension(a.shape, b.shape)
-        seen.append(Seen(*key, rows, tuple(a.shape), a.is_floating_point(), a.dtype, is_answer, rows is None or _in_order(a, c, rows)))
+        in_order = rows is None or _in_order(a, c, d, rows)
+        seen.append(Seen(*key, rows, tuple(a.shape), a.is_floating_point(), a.dtype, is_answer, in_order))
     return seen
 
 
-def _in_order(same: Tensor, other: Tensor, rows: int) -> bool:
-    """Whether, with another second query, only the second half of the rows changes: no other rows, and not more or fewer."""
-    if same.ndim != other.ndim or same.shape[rows] != other.shape[rows]:
+def _in_order(same: Tensor, other: Tensor, swapped: Tensor, rows: int) -> bool:
+    """Whether the rows of each query stand where it stands. `same` is of one query twice, the others of it and another in either order."""
+    if any(t.ndim != same.ndim or t.shape[rows] != same.shape[rows] for t in (other, swapped)):
         return False  # tokens sent to experts, say, of which each query has as many as it happens to
-    if same.shape != other.shape or same.shape[rows] == 2:
+    if same.shape != other.shape or same.shape != swapped.shape:
         return True
-    half = same.shape[rows] // 2
-    a, b = (t.narrow(rows, 0, half).to(torch.complex128 if t.is_complex() else torch.float64) for t in (same, other))
+    same, other, swapped = (t.to(torch.complex128 if t.is_complex() else torch.float64).movedim(rows, 0) for t in (same, other, swapped))
+    half = len(same) // 2
+    if half > 1:  # with another query beside it, its own rows are as they were
+        return _alike(same[:half], other[:half]) and _alike(same[half:], swapped[half:])
+    if not _alike(same[0], same[1]):
+        return True  # the model draws noise, so nothing can be told
+    return _alike(other, swapped.flip(0))  # whatever one has to do with the other (BatchNorm in training), they change places
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
@@ -231,9 +242,9 @@ def refuse_disorder(seen: Iterable[Seen]) -> None:
     for s in seen:
         if not s.in_order:
             raise ValueError(
-                f"module {s.name!r} sees several rows of each query, and not one query after the other (a torch.cat of views, a flattened "
-                "(time, queries)?) or not equally many of each (tokens sent to experts?): they cannot be told apart. Stack views in "
-                "dimension 1 and flatten, or call the module once for each"
+                f"module {s.name!r} is given rows, not one query after the other in the order they came (does the model sort them? a "
+                "torch.cat of views, a flattened (time, queries)?), or not equally many of each (tokens sent to experts?): they cannot be "
+                "told apart. Sort outside the model; stack views in dimension 1 and flatten, or call the module once for each"
             )
 
 

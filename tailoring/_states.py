@@ -209,15 +209,18 @@ def _where(rows: Tensor, yes: Entry, no: Entry | None) -> Entry:
 
 
 def _where_products(rows: Tensor, yes: LowRank, no: LowRank) -> LowRank:
-    """Blocks with the same right factors are chosen by their left ones; of all others each side keeps its own."""
+    """Of blocks that both have, each row takes one's factors; of all others each side keeps its own."""
     others = {key: (left, right) for key, left, right in no.blocks}
     blocks: list[Block] = []
     for key, left, right in yes.blocks:
-        if key in others and others[key][1] is right:
-            blocks.append((key, torch.where(_fit(rows, left), left, others.pop(key)[0]), right))
+        other = others.pop(key, None)
+        if other is None or other[0].shape != left.shape:
+            blocks += _masked(rows, LowRank(((key if other is None else ("yes", key), left, right),))).blocks
+            others |= {} if other is None else {("no", key): other}
         else:
-            blocks += _masked(rows, LowRank(((("yes", key), left, right),))).blocks
-    blocks += _masked(~rows, LowRank(tuple((("no", key), *pair) for key, pair in others.items()))).blocks
+            chosen = right if other[1] is right else torch.where(_fit(rows, right), right, other[1])
+            blocks.append((key, torch.where(_fit(rows, left), left, other[0]), chosen))
+    blocks += _masked(~rows, LowRank(tuple((key, *pair) for key, pair in others.items()))).blocks
     return LowRank(tuple(blocks))
 
 

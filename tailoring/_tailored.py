@@ -97,7 +97,7 @@ class Tailored(Fitting):
             )
         self.backprop: Backprop = backprop
         self.recompute = recompute
-        self.steps, self.stop, self.chunk = steps, stop, chunk
+        self.steps, self.stop, self.chunk = int(steps), stop, chunk
         self.keep: Keep = "best" if self.rule.searches else keep
         self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self.register_load_state_dict_post_hook(_take_rates)
@@ -177,10 +177,12 @@ class Tailored(Fitting):
         return self
 
     def replace(self, **changes: Any) -> Tailored:
-        """The same model and loss with other settings, e.g. `model.replace(steps=10)`. Weights and learned parts are shared."""
+        """The same model with other settings, or another loss, e.g. `model.replace(steps=10)`. Weights and learned parts are shared."""
         settings: dict[str, Any] = {
-            name: getattr(self, name) for name in ("adapt", "steps", "backprop", "recompute", "keep", "stop", "chunk")
+            name: getattr(self, name) for name in ("loss", "adapt", "steps", "backprop", "recompute", "keep", "stop", "chunk")
         }
+        if self.rule.searches and "optimizer" in changes:
+            del settings["keep"]  # its own, not the user's
         settings["compile"] = False if self.compile_options is None else self.compile_options
         descent = {"lr", "momentum", "clip", "proximal"}
         if isinstance(self.rule, Descent) and "optimizer" not in changes:
@@ -189,7 +191,7 @@ class Tailored(Fitting):
             if changes.keys() & descent:
                 raise ValueError(f"{sorted(changes.keys() & descent)[0]} belongs to gradient descent; this model uses {self.rule!r}")
             settings["optimizer"] = self.rule.optimizer if isinstance(self.rule, Functional) else self.rule
-        other = Tailored(self.net, self.loss, **(settings | changes))
+        other = Tailored(self.net, **(settings | changes))
         other.training = self.training
         if other.adapt is self.adapt:
             other.tailoring.start = self.tailoring.start
@@ -323,9 +325,9 @@ class Tailored(Fitting):
         net = self.net
         precision = precision_of(structure), net.training, self.adapt, self.adapt.depends_on(net)
         if isinstance(x, Tensor):
-            return precision, x.shape[1:], x.dtype
+            return precision, x.ndim, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)
-        parts = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else _told(leaf) for leaf in leaves]
+        parts = [(leaf.ndim, leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else _told(leaf) for leaf in leaves]
         return precision, tuple(parts), str(spec)
 
 

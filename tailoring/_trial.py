@@ -43,27 +43,27 @@ def doubt(model: nn.Module, rules: Way, copies: Way, x: Any) -> str | None:
 
 
 def tried(model: nn.Module, rules: Way, copies: Way, x: Any, share: float) -> str | None:
-    """Why not: the answers to two queries, and autograd's gradients, must be the same up to a `share` of each."""
+    """Why not: the answers to two queries, and the gradients of each, must be the same up to a `share` of each."""
     args, kwargs = model_call(first_and_another(model, x))
 
-    def run(way: Way, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(way: Way) -> tuple[Tensor, dict[str, Tensor]]:
         adapter, sites = way
 
         def evaluate(state: State, taps: Taps | None = None) -> Tensor:
             return _total(adapter.call(sited(model, sites), state, Reading(), args, kwargs, taps)).unsqueeze(0)
 
-        state = adapter.init(model, sites, rows, tensors((args, kwargs))[0].device)
+        state = adapter.init(model, sites, 2, tensors((args, kwargs))[0].device)
         values, grads = adapter.gradient(evaluate, sites, state, (0, 1), False)
         shapes = {s.key: s.shape for s in sites}
-        return values.detach(), {name: states.dense(entry, shapes[name]).sum(0) for name, entry in grads.items()}
+        return values.detach(), {name: states.dense(entry, shapes[name]) for name, entry in grads.items()}
 
     with plain_kernels(model, graph=True):
         try:
-            expected, gradient = run(copies, 1)
+            expected, gradient = run(copies)
         except NoGradientError:  # so there is nothing to compare
             return None
         try:
-            answer, ours = run(rules, 2)
+            answer, ours = run(rules)
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             return f"its layers cannot be adapted one by one ({error})"
     if not all(bool(t.isfinite().all()) for t in (expected, *gradient.values())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, get_args
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, k
         raise TypeError(f"the tailoring loss must be a function loss(model, x) -> (queries,), not {type(loss).__name__}")
     if not isinstance(adapt, Adapter):
         raise TypeError(f"adapt must be an adapter such as CN(), not {adapt!r}")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+    if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < 0:
         raise ValueError(f"steps must be a whole number, 0 or more, not {steps!r}")
     if backprop not in get_args(Backprop):
         raise ValueError(f"backprop must be one of {get_args(Backprop)}, not {backprop!r}")

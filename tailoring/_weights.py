@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from ._copies import call_with_copies
 from ._inner import differentiate, gradients
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
-from ._places import apart_if_tied, by_rule, site_of, with_rows
+from ._places import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 from ._recurrent import Unrolled, is_patched
 from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
@@ -67,12 +68,17 @@ class Weights(Adapter):
         whole = with_rows([site_of(name, "", name, named[name], "copies", copied=True) for name in named if name in chosen], seen)
         if self.how != "rules":
             return whole
-        sites = with_rows(apart_if_tied(by_rule(model, chosen)), seen)
+        ruled = apart_if_tied(by_rule(model, chosen))
+        sites = with_rows(ruled, seen)
         refuse_disorder(s for s in seen if s.name in {site.module for site in sites})
         if _is_whole(sites):
             _warn_of_the_models_own(chosen)
             return sites
-        reason = doubt(model, (self, sites), (Weights(how="loop"), whole), x)
+        different = differs_by_call(ruled, seen)
+        if different is None:
+            reason = doubt(model, (self, sites), (Weights(how="loop"), whole), x)
+        else:
+            reason = f"{different!r} is called with the queries in different dimensions, or also with what all of them share"
         if reason is None:
             return sites
         warnings.warn(f"Weights runs all of this model under torch.func.vmap, exactly but slowly: {reason}", stacklevel=2)
@@ -103,10 +109,9 @@ class Weights(Adapter):
         model, sites, modules = sited
         if self.how != "rules" or _is_whole(sites):
             changes = {name: as_tensor(entry) for name, entry in state.items()}
-            rows = dict(sites[0].all_rows) if reading == Reading() else {}
-            return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=rows)
+            return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=_rows_of(reading, sites[0]))
         _refuse_looking_inside(reading, sites)
-        rows = count_rows((args, kwargs))
+        rows = functools.partial(count_rows, (args, kwargs))
         with intercepted([(module, _around(own, state, taps, rows)) for module, own in modules]):
             return reading(model, lambda module: module(*args, **kwargs))
 
@@ -189,7 +194,7 @@ def _products_pay(tap: Tap, rank: int) -> bool:
     return tap.groups == 1 and states.products_pay(rank, tap.outputs, tap.inputs)
 
 
-def _around(sites: list[Site], state: State, taps: Taps | None, rows: int) -> Around:
+def _around(sites: list[Site], state: State, taps: Taps | None, rows: Callable[[], int]) -> Around:
     names, queries, here = {s.local: s.key for s in sites}, states.rows_of(state), sites[0]
     tapped = frozenset(s.key for s in sites if s.how in TAPPED)
     inside = [False]
@@ -198,7 +203,7 @@ def _around(sites: list[Site], state: State, taps: Taps | None, rows: int) -> Ar
         found = rule_for(module)
         assert found is not None
         if here.rows is None:  # what all queries share (positions) goes through for each of them
-            args, kwargs = map_tensors(lambda t: _for_all(t, rows), (args, kwargs))
+            args, kwargs = map_tensors(lambda t: _for_all(t, rows()), (args, kwargs))
         return found[1](Use(names, here.rows or 0, queries, state, tapped, taps), forward, module, args, kwargs)
 
     def copied(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -229,7 +234,7 @@ class _OwnWeights(Bound):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if isinstance(value, nn.Parameter):
+        if isinstance(value, nn.Parameter) or name in ("parameters", "named_parameters", "state_dict"):
             raise ValueError(f"the tailoring loss reads the weight {name!r} itself, but every query has its own: use the model's outputs")
         return value
 
@@ -251,6 +256,16 @@ def _warn_of_the_models_own(chosen: set[str]) -> None:
 def _is_whole(sites: tuple[Site, ...]) -> bool:
     """Whether the whole model runs with copies."""
     return any(s.module == "" and s.copied for s in sites)
+
+
+def _rows_of(reading: Reading, site: Site) -> dict[int, int | None]:
+    """Of a model with copies: the dimensions of the queries in what a part of it is given, and in what is read there."""
+    parts = {name: dict(rows) for name, rows in site.parts}
+    here = parts.get(reading.path, {})
+    if reading.below is None:
+        return here
+    read = parts.get(f"{reading.path}.{reading.below}" if reading.path else reading.below, {})
+    return {leaf: dim for leaf, dim in here.items() if leaf < 0} | {0: read.get(0 if reading.side == "output" else -1, 0)}
 
 
 def _refuse_looking_inside(reading: Reading, sites: tuple[Site, ...]) -> None:

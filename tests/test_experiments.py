@@ -542,6 +542,8 @@ def test_the_quick_run_trains_all_of_table_1_as_the_full_run_does():
         (["rum", "planets"], "did you mean run?"),
         (["run", "zzz"], "there is: "),
         (["report", "planets", "--out", "/nonexistent/folder"], "no result rows"),
+        (["report", "toy", "--out", "FILE"], "is a file, not the folder of a run"),
+        (["run", "pendulum", "--out", "OUT", "--data", "/nonexistent/folder"], "/nonexistent/folder"),
         (["run", "planets", "--only", "nothing*", "--out", "OUT", "--data", "DATA", *TINY], "nothing matches"),
         (["run", "planets", "--out", "FILE/x", "--data", "DATA", *TINY], "cannot write to"),
         (["run", "planets", "--out", "OUT", "--data", "FILE/x", *TINY, "--system.seed", "9"], "cannot write to"),
@@ -549,9 +551,11 @@ def test_the_quick_run_trains_all_of_table_1_as_the_full_run_does():
 )
 def test_bad_commands_are_told_what_to_do(args, words, tmp_path, capsys):
     (tmp_path / "file").touch()
-    places = {"OUT": str(tmp_path / "out"), "DATA": str(tmp_path / "data"), "FILE/x": str(tmp_path / "file" / "x")}
+    places = {"OUT": "out", "DATA": "data", "FILE/x": "file/x", "FILE": "file"}
+    places = {name: str(tmp_path / place) for name, place in places.items()}
     assert main([places.get(arg, arg) for arg in args]) != 0
     assert words in capsys.readouterr().err
+    assert args[1] != "pendulum" or not (tmp_path / "out").exists()
 
 
 def test_a_mistyped_flag_is_corrected(capsys):

@@ -319,7 +319,7 @@ def test_two_workers_train_what_one_does(tmp_path):
     for workers in (1, 2):
         config = replace(short, out=tmp_path / str(workers), workers=workers)
         rows = pendulum.Rows(config.out, "pendulum", config)
-        with closing(pendulum.Bench(config, rows, lambda what, done, total: None)) as bench:
+        with closing(pendulum.Bench(config, pendulum.Judge(config), rows, lambda what, done, total: None)) as bench:
             (found,) = bench.measure([pendulum.Job(pendulum.others(pendulum.base(bench, "forward"), config.seeds))])
         results.append((found["train"], found["test"]))
     assert results[0] == results[1]

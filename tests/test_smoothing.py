@@ -365,6 +365,13 @@ def test_a_checkpoint_without_batch_counts_loads():
     load_weights(net, {name: t for name, t in net.state_dict().items() if "num_batches" not in name})
 
 
+def test_a_checkpoint_whose_shortcuts_are_others_says_so():
+    with pytest.raises(ValueError, match=r"lacks \['layer2.0.downsample.*shortcut='pad'\?"):
+        load_weights(cifar_resnet(8), cifar_resnet(8, shortcut="pad").state_dict())
+    with pytest.raises(ValueError, match=r"network: it has \['layer2.0.downsample[^?]*$"):
+        load_weights(cifar_resnet(8, shortcut="pad"), cifar_resnet(8).state_dict())
+
+
 @pytest.mark.parametrize("other", [cifar_resnet(14), cifar_resnet(8, classes=7), cifar_resnet(8, shortcut="pad")])
 def test_a_checkpoint_of_another_network_is_refused(other):
     net = cifar_resnet(8)

@@ -59,9 +59,8 @@ class Job:
 class Bench:
     """Trains networks and measures their predictions, `workers` at a time; what was done before is read back."""
 
-    def __init__(self, config: Any, rows: Rows, progress: Progress):
-        self.config, self.rows, self.progress = config, rows, progress
-        self.judge = Judge(config)
+    def __init__(self, config: Any, judge: Judge, rows: Rows, progress: Progress):
+        self.config, self.judge, self.rows, self.progress = config, judge, rows, progress
         self._pool: ProcessPoolExecutor | None = None
 
     def close(self) -> None:

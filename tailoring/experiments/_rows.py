@@ -88,6 +88,8 @@ def read_folder(folder: Path, experiment: str | None = None) -> list[Row]:
 
     If an experiment is named, they must be its rows, with results among them.
     """
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file, not the folder of a run")
     rows: list[Row] = []
     for path in sorted(folder.glob("rows*.jsonl")) or [folder / "rows.jsonl"]:
         part = list(read(path))

@@ -180,9 +180,9 @@ def load_weights(net: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     counts = {name for name in wanted if name.endswith("num_batches_tracked")}  # old checkpoints have none, and nothing depends on them
     missing, unknown = sorted(wanted.keys() - named.keys() - counts), sorted(named.keys() - wanted.keys())
     if missing or unknown:
-        raise ValueError(
-            f"this checkpoint is of another network: it lacks {missing[:5]} ({len(missing)}), and has {unknown[:5]} ({len(unknown)})"
-        )
+        said = [f"it {has} {names[:5]} ({len(names)})" for has, names in (("lacks", missing), ("has", unknown)) if names]
+        hint = ". Its shortcuts have no convolutions: shortcut='pad'?" if not unknown and all("downsample" in n for n in missing) else ""
+        raise ValueError(f"this checkpoint is of another network: {', and '.join(said)}{hint}")
     wrong = [f"{n} {tuple(named[n].shape)} for {tuple(wanted[n].shape)}" for n in named if named[n].shape != wanted[n].shape]
     if wrong:
         raise ValueError(f"this checkpoint is of another network: {', '.join(wrong[:5])}")
