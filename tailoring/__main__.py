@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -88,7 +89,10 @@ def _run(experiment: Any, name: str, args: list[str]) -> int:
     quick = "--quick" in args
     default = experiment.quick() if quick else experiment.Config()
     flags = [arg for arg in args if arg != "--quick"]
-    config = tyro.cli(experiment.Config, default=default, args=flags, prog=f"tailoring run {name}{' --quick' if quick else ''}")
+    about = inspect.cleandoc(experiment.Config.__doc__ or "")
+    about += "\n\nThe defaults are those of --quick." if quick else "\n\n--quick: other defaults, with which all of it runs in small."
+    prog = f"tailoring run {name}{' --quick' if quick else ''}"
+    config = tyro.cli(experiment.Config, default=default, args=flags, prog=prog, description=about)
     with _progress() as progress:
         out = experiment.run(config, progress)
     return _show(experiment, out)

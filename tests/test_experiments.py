@@ -558,6 +558,15 @@ def test_bad_commands_are_told_what_to_do(args, words, tmp_path, capsys):
     assert args[1] != "pendulum" or not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["planets", "pendulum", "contrastive", "toy", "smoothing"])
+def test_the_help_of_a_run_tells_of_quick(name, capsys):
+    for flags, words in (([], "--quick: other defaults"), (["--quick"], "The defaults are those of --quick")):
+        with pytest.raises(SystemExit) as stop:
+            main(["run", name, *flags, "--help"])
+        assert stop.value.code == 0
+        assert words in capsys.readouterr().out
+
+
 def test_a_mistyped_flag_is_corrected(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["run", "planets", "--epoch", "3"])
