@@ -69,7 +69,9 @@ class Descent:
             grads = states.add(grads, states.scale(moved, lambda _: self.proximal))
         if self.clip is not None:
             # 1 inside the ball, with no 0/0 at a zero gradient
-            factor = self.clip * states.square_norms(grads).clamp(min=self.clip**2).rsqrt()
+            squares = states.square_norms(grads)
+            factor = self.clip * squares.clamp(min=self.clip**2).rsqrt()
+            factor = torch.where(squares.isinf(), torch.nan, factor)  # else, too large to be squared, it would stand still without a word
             grads = states.scale(grads, lambda _: factor)
         if self.momentum:
             grads = memory = states.add(states.scale(memory, lambda _: self.momentum), grads)
