@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tailoring._compiled import PRODUCTS
 from tailoring.nn import ResidualMLP, ResNet, cifar_resnet, resnet18
 
 
@@ -46,9 +47,10 @@ def drift(model: Callable[[Any], Tensor], x: Tensor) -> Tensor:
     return (model(x).flatten(1).square().sum(1) - x.flatten(1).square().sum(1)).abs()
 
 
-def compiled(net: nn.Module, device: str) -> nn.Module:
-    """The plain network compiled as `Tailored` compiles: CUDA graphs included."""
-    net.compile(dynamic=False, mode="reduce-overhead" if device == "cuda" else "default")
+def compiled(net: nn.Module, device: str, **options: object) -> nn.Module:
+    """The plain network compiled as `Tailored` compiles: on CUDA with graphs, and the same search for kernels (or other options)."""
+    cuda = device == "cuda"
+    net.compile(dynamic=False, options=(options or (PRODUCTS if cuda else {})) | {"triton.cudagraphs": cuda})
     return net
 
 

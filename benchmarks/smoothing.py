@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 from _measure import Cases, Options, Run, bench
-from _work import resnet, without_gradients
+from _work import compiled, resnet, without_gradients
 from torch import nn
 
 from tailoring import CN, Tailored
@@ -31,9 +31,7 @@ def cases(o: Options) -> Cases:
 
     def plain(compile: bool = True, **options: object) -> Run:
         net = resnet(o.networks, o.device)
-        if compile:
-            net.compile(dynamic=False, options=options | {"triton.cudagraphs": o.device == "cuda"})
-        return in_bf16(net)
+        return in_bf16(compiled(net, o.device, **options) if compile else net)
 
     def tailored(last: float = 1.0, compile: bool | dict[str, object] = True) -> Run:
         net = resnet(o.networks, o.device)

@@ -22,7 +22,7 @@ _PROGRAMS = 64  # of one model; dynamo's own limit is 8
 _REALIZED = {"realize_reads_threshold": 3}  # what several read is written down sooner: states reread what made them at every step
 _LIBRARIES = re.compile(r"G\['__import_(torch|tailoring)(_dot_|'\])|G\['__builtins_|__import__\('torch'\)")
 _SEARCHES = ("max_autotune", "max_autotune_gemm")  # the options with which Inductor looks for the fastest kernels
-_PRODUCTS = {  # on CUDA: search for the kernels of matrix products, not of convolutions, which takes minutes; print no tables of it
+PRODUCTS = {  # on CUDA: search for the kernels of matrix products, not of convolutions, which takes minutes; print no tables of it
     "max_autotune_gemm": True,
     "max_autotune_conv_backends": "ATEN",
     "autotune_num_choices_displayed": 0,
@@ -118,7 +118,7 @@ def _for_inductor(device: torch.device, given: Mapping[str, Any]) -> tuple[dict[
     mode = given.get("mode")
     asked = {**_of_mode(mode), **given.get("options", {})}
     if device.type == "cuda" and mode is None and not asked.keys() & set(_SEARCHES):
-        options = {**_REALIZED, **merging(), **_PRODUCTS, **asked}
+        options = {**_REALIZED, **merging(), **PRODUCTS, **asked}
     else:
         options = {**_REALIZED, **merging(searches=any(map(asked.get, _SEARCHES))), **asked}
     guards = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
