@@ -235,7 +235,8 @@ class _OwnWeights(Bound):
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, nn.Parameter) or name in ("parameters", "named_parameters", "state_dict"):
-            raise ValueError(f"the tailoring loss reads the weight {name!r} itself, but every query has its own: use the model's outputs")
+            what = f"the weight {name!r} itself" if isinstance(value, nn.Parameter) else f"weights by {name}()"
+            raise ValueError(f"the tailoring loss reads {what}, but every query has its own: use the model's outputs")
         return value
 
     def _below(self, name: str, module: nn.Module) -> Bound:

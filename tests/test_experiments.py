@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -477,6 +478,13 @@ def test_the_appendix_outer_loop_refuses_several_processes_before_anything_runs(
     with pytest.raises(ValueError, match=r"nothing matches --only meta-eech\*; a run trains: inductive-"):
         planets.run(replace(config, only=("meta-eech*",)))
     assert not list(tmp_path.iterdir())
+
+
+def test_training_refuses_a_step_after_each_loss_in_several_processes(tmp_path):
+    learner, several = Learner("each", nn.Linear(2, 2), nn.Identity(), 0, each=True), SimpleNamespace(world_size=2)
+    x, y, schedule = torch.zeros(8, 2), torch.zeros(8), Schedule(1, 4, 0.1)
+    with pytest.raises(ValueError, match="trains on one device only"):
+        train([learner], x, y, schedule, fabric=several, folder=tmp_path, progress=None)
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])

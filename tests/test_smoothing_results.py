@@ -333,8 +333,9 @@ def test_a_run_holds_every_method_and_control(finished):
 
 
 def test_controls_make_as_many_updates(finished, tmp_path, monkeypatch):
+    others = [[method, f"{method}-control", f"{method}-meta"] for method in ("macer", "smoothadv")]
     rows = {row["name"]: row for row in read(finished / "rows.jsonl") if row["kind"] == "trained"}
-    for group in (["control", "control-frozen", "meta"], ["macer", "macer-control", "macer-meta"], ["base", "scratch"]):
+    for group in (["control", "control-frozen", "meta"], ["base", "scratch"], *others):
         assert len({rows[f"s0.5-{role}"]["updates"] for role in group}) == 1
     counted = {}
     step = torch.optim.SGD.step
