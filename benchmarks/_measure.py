@@ -6,7 +6,6 @@ Times of different machines cannot be compared, so none is shown without its rat
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import resource
@@ -49,8 +48,8 @@ def of_another_library(run: Run, *, wait: Callable[[], object], peak: Callable[[
 def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Count | None = None, **grid: Sequence[Any]) -> None:
     """The command line of a program: measures all cases for every combination of the `grid`, each flag of which takes several values.
 
-    `cases(options)` has one value of each; so has `count(case, options)`, the forward units that a run should take. On a CPU every
-    measurement has a process of its own, since peak memory is a process's.
+    `cases(options)` has one value of each; so has `count(case, options)`, the forward units that a run should take. Every measurement has
+    a process of its own: peak memory is a process's, and on CUDA the streams of one library slow the graphs of another.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, values in grid.items():
@@ -81,7 +80,7 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
         names = [name for name in known if not options.only or name in (*options.only, against)]
         names.sort(key=lambda name: name != against)  # what the ratios refer to comes first
         reference: float | None = None
-        for name, found in _in_rounds(known, names, setting, options):
+        for name, found in _in_rounds(names, setting, options):
             row = {"program": Path(sys.argv[0]).stem, "name": name, **setting, **found, **_machine(options)}
             if count is not None:
                 row["units"], row["units_against"] = (count(case, _single(options, setting)) for case in (name, against))
@@ -102,15 +101,12 @@ def _single(options: Options, setting: Mapping[str, Any]) -> Options:
     return argparse.Namespace(**{**vars(options), **setting})
 
 
-def _in_rounds(cases: Cases, names: Sequence[str], setting: Mapping[str, Any], options: Options) -> Iterator[tuple[str, dict[str, Any]]]:
+def _in_rounds(names: Sequence[str], setting: Mapping[str, Any], options: Options) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each case and what was found, as soon as its last round is done. Of several rounds, the medians, and what each of them found."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    built: dict[str, Run] | None = {} if options.rounds > 1 else None
     for number in range(options.rounds):
         for name in names:
-            apart = options.device == "cpu"
-            found = _in_a_process_of_its_own(options, setting, name) if apart else _measure(cases, name, options, built)
-            rounds[name].append(found)
+            rounds[name].append(_in_a_process_of_its_own(options, setting, name))
             if number + 1 == options.rounds:
                 yield name, _joined(rounds[name])
 
@@ -123,10 +119,8 @@ def _joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {**rounds[0], **{key: median(each) for key, each in timed.items()}, "rounds": timed}
 
 
-def _measure(cases: Cases, name: str, options: Options, built: dict[str, Run] | None = None) -> dict[str, Any]:
+def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
     """Median time of a run, and peak memory: on CUDA above what was held before, on a CPU of the whole process.
-
-    With `built`, cases are kept there for the next round.
 
     Short runs are started one after another and waited for in the end, whichever library makes them: what a run adds to many. On CUDA
     `waited` is the time of one that is waited for by itself, as a user does who needs the answer. A replayed CUDA graph allocates
@@ -134,16 +128,9 @@ def _measure(cases: Cases, name: str, options: Options, built: dict[str, Run] | 
     """
     cuda = options.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
-    if cuda:
-        if built is None:  # else the programs of the other cases are needed again
-            torch.compiler.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved() if cuda else 0
     try:
-        run = built[name] if built and name in built else cases[name]()
-        if built is not None:
-            built[name] = run
+        run = cases[name]()
         wait = getattr(run, "wait", wait)
         begin = time.perf_counter()
         for _ in range(3 if cuda else 1):

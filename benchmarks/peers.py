@@ -173,7 +173,7 @@ def with_jax(x: Tensor, o: Options, *, weights: bool) -> Run:
         last[0] = run(queries)
 
     def peak() -> int | None:
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # of the process so far
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
     return of_another_library(begin, wait=lambda: last[0].block_until_ready(), peak=peak)
 

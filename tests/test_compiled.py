@@ -541,9 +541,6 @@ class Repeated:
     def __init__(self):
         self.recorded = 0
 
-    def first(self, run):
-        return run()
-
     def record(self, run):
         self.recorded += 1
         outputs = [t.clone() if isinstance(t, torch.Tensor) else t for t in run()]
