@@ -87,7 +87,8 @@ class Fitting(OwnNames):
     def _needed_unchanged(self) -> list[Tensor]:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return []
-        return list(self.parameters()) if self.backprop == "all" else list(self.tailoring.lr.values())
+        learned = self.rule.learned if isinstance(self.rule, Descent) else []
+        return [*self.parameters(), *learned] if self.backprop == "all" else learned
 
     def _gradient(self, batch: Batch, state: State, rows: Tensor | None, step: int, graph: bool) -> tuple[Tensor, State]:
         if batch.reuse is not None and step == 0 and torch.compiler.is_compiling():

@@ -17,7 +17,8 @@ from ._kernels import may_look
 from ._trees import tensors
 
 Out = TypeVar("Out", bound=tuple[Any, ...])
-_SAME = 1e-3  # how far, relative to the largest of its row, a number may be from that of the first time, which came from the same kernels
+_SAME = 1e-3  # how far, relative to its row, a sum may be from that of the first time, which came from the same kernels
+_SMALL = 1e-4
 
 
 class _Saved:
@@ -44,7 +45,7 @@ class _Recomputed:
             out = self.compute()
         for saved in filter(None, (ref() for ref in self.saved)):
             saved.tensor = None
-        self.first = [t.detach() for t in tensors(out[0])]
+        self.first = _digests(out)
         return out
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -71,7 +72,7 @@ class _Recomputed:
         device, dtype, enabled = self.autocast
         with torch.enable_grad(), torch.autocast(device, dtype, enabled), keep:
             out = self.compute()
-        if len(made) != len(self.saved) or not self._same(out[0]):
+        if len(made) != len(self.saved) or not self._same(out):
             raise RuntimeError(
                 "an inner step computed again came out otherwise, so recompute=True would give wrong outer gradients: let the loss draw "
                 "its noise from model.seeds (see tailoring.random), and let neither loss nor model remember earlier calls"
@@ -80,21 +81,36 @@ class _Recomputed:
             if (saved := ref()) is not None:
                 saved.hold(tensor)
 
-    def _same(self, again: Any) -> bool:
-        """Number by number, up to what rounding may do to a small one; a query's are not to be hidden by the large ones of another."""
-        found = [t.detach() for t in tensors(again)]
+    def _same(self, again: tuple[Any, ...]) -> bool:
+        """Up to what rounding may do; a query's numbers are not to be hidden by the large ones of another."""
         if not may_look():
             return True
-        return len(found) == len(self.first) and all(map(_alike, found, self.first))
+        found = _digests(again)
+        if [t.shape for t in found] != [t.shape for t in self.first]:
+            return False
+        largest: dict[int, Tensor] = {}  # by rows: a tensor much smaller than the others of a row may be nothing but rounding
+        for t in self.first:
+            largest[len(t)] = torch.maximum(t[:, 0], largest.get(len(t), t[:, 0]))
+        return all(_alike(a, b, _SMALL * largest[len(b)]) for a, b in zip(found, self.first, strict=True))
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    if not b.is_floating_point() or not b.numel():
-        return a.shape == b.shape
-    rows = b.reshape(b.shape[0] if b.ndim else 1, -1)
-    size = rows.nan_to_num(0.0, 0.0, 0.0).abs().amax(1, keepdim=True)  # of the row's largest number
-    there, here = ((t.reshape(rows.shape) / size.clamp(min=torch.finfo(b.dtype).tiny)) for t in (b, a))
-    return torch.allclose(here, there, rtol=0.0, atol=_SAME, equal_nan=True)
+def _digests(out: tuple[Any, ...]) -> list[Tensor]:
+    """Of each tensor, (rows, 2): the sizes of a row's numbers added up, and the numbers, each with a weight of its own.
+
+    The losses would not do: a constant in them hides what noise does to them, and not to their gradient, which is as large as the state.
+    """
+    return [_digest(t.detach()) for t in tensors(out) if t.numel() and t.is_floating_point()]
+
+
+def _digest(t: Tensor) -> Tensor:
+    rows = t.reshape(t.shape[0] if t.ndim else 1, -1).to(torch.float64)
+    weights = torch.arange(1, rows.shape[1] + 1, dtype=rows.dtype, device=rows.device).cos()
+    return torch.stack([rows.abs().sum(1), rows @ weights], 1)
+
+
+def _alike(a: Tensor, b: Tensor, least: Tensor) -> bool:
+    size = torch.maximum(b[:, 0], least)[:, None].nan_to_num(0.0, 0.0, 0.0).clamp(min=torch.finfo(b.dtype).tiny)
+    return torch.allclose(a / size, b / size, rtol=0.0, atol=_SAME, equal_nan=True)
 
 
 def recomputed(compute: Callable[[], Out], needed: Callable[[], Iterable[Tensor]], device: torch.device) -> Out:

@@ -11,6 +11,7 @@ where `moved` is how far the state has come from its start and `values` (queries
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -30,7 +31,11 @@ class Rule(Protocol):
     general: bool  # works on every state; else on tensors only
     searches: bool  # takes back a step that made a loss infinite, so that is no failure
     differentiable: bool
-    passes_on: bool  # what is not finite in a gradient is not finite in its move either, so that looking at the moves suffices
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether what is not finite in a gradient is not finite in its move either, and harms no other: a look at the moves will do."""
+        ...
 
     def init(self, moved: State) -> Any: ...
 
@@ -47,7 +52,6 @@ class Descent:
     general = True
     searches = False
     differentiable = True
-    passes_on = True
 
     def __init__(self, lr: Rates, *, momentum: float = 0.0, clip: float | None = None, proximal: float = 0.0):
         self.lr, self.momentum, self.clip, self.proximal = lr, momentum, clip, proximal
@@ -56,8 +60,8 @@ class Descent:
             _check_rate(rate)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be positive, not {clip}")
+        if clip is not None and not 0 < clip < math.inf:
+            raise ValueError(f"clip must be positive and finite, not {clip}; None clips nothing")
         if not proximal >= 0:
             raise ValueError(f"proximal must not be negative, but it is {proximal}")
 
@@ -68,11 +72,7 @@ class Descent:
         if self.proximal:
             grads = states.add(grads, states.scale(moved, lambda _: self.proximal))
         if self.clip is not None:
-            # 1 inside the ball, with no 0/0 at a zero gradient
-            squares = states.square_norms(grads)
-            factor = self.clip * squares.clamp(min=self.clip**2).rsqrt()
-            factor = torch.where(squares.isinf(), torch.nan, factor)  # else, too large to be squared, it would stand still without a word
-            grads = states.scale(grads, lambda _: factor)
+            grads = _clipped(grads, self.clip)
         if self.momentum:
             grads = memory = states.add(states.scale(memory, lambda _: self.momentum), grads)
         return states.scale(grads, lambda name: -self.rate(name, step)), memory
@@ -80,8 +80,11 @@ class Descent:
     @property
     def is_plain(self) -> bool:
         """Whether a step is -lr * grad, the lr being numbers."""
-        if self.momentum or self.clip or self.proximal:
-            return False
+        return not (self.momentum or self.clip or self.proximal) and self.passes_on
+
+    @property
+    def passes_on(self) -> bool:
+        """With numbers for lr. One that is learned has grad for its derivative, and 0 * inf = nan."""
         if type(self.lr) is float:  # as nearly always, and to ask whether it is a mapping takes its time
             return True
         rates = self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]
@@ -108,6 +111,21 @@ class Descent:
             raise ValueError(f"lr names no step size for {name!r}; it has: {list(rates)}")
         return name if name in rates else found[0]
 
+    def check_names(self, names: Iterable[str]) -> None:
+        """Refuse a step size of nothing: a slip of the pen, or one behind a pattern that takes all."""
+        if isinstance(self.lr, Mapping):
+            used = {self._key(name, self.lr) for name in names}
+            if unused := [key for key in self.lr if key not in used]:
+                raise ValueError(
+                    f"lr[{unused[0]!r}] is the step size of nothing (of several patterns that match, the first counts); the state has: "
+                    f"{', '.join(names)}"
+                )
+
+    @property
+    def learned(self) -> list[Tensor]:
+        rates = self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]
+        return [rate for rate in rates if isinstance(rate, Tensor) and rate.requires_grad]
+
     def __repr__(self) -> str:
         return f"Descent(lr={self.lr}, momentum={self.momentum}, clip={self.clip}, proximal={self.proximal})"
 
@@ -116,6 +134,17 @@ class Descent:
             count = len(rate) if isinstance(rate, Sequence) or (isinstance(rate, Tensor) and rate.ndim) else steps
             if count < steps:
                 raise ValueError(f"lr has {count} step sizes for {steps} steps")
+
+
+def _clipped(grads: State, most: float) -> State:
+    """Gradients no longer than `most`. A row is divided by its largest number first, so that no square is too large or too small."""
+    largest = states.largest(grads)
+    largest = torch.where(largest > 0, largest, 1.0)
+    squares = states.square_norms(states.scale(grads, lambda _: 1 / largest))
+    norms = squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()  # whose slope at zero is infinite
+    inside = largest * norms <= most
+    grads = states.scale(grads, lambda _: torch.where(inside, 1.0, 1 / largest))
+    return states.scale(grads, lambda _: torch.where(inside, 1.0, most / norms))
 
 
 def _check_rate(rate: Rate) -> None:

@@ -283,6 +283,20 @@ def _square_norms(entry: Entry) -> Tensor:
     return ((left @ left.mT) * gram).sum((1, 2))
 
 
+def largest(state: State) -> Tensor:
+    """(rows,): the largest size of a number of the row, as a constant; of a matrix in outer products a bound."""
+    return torch.stack([_largest(entry) for entry in state.values()]).amax(0)
+
+
+def _largest(entry: Entry) -> Tensor:
+    if isinstance(entry, Tensor):
+        return by_row(entry.detach().abs()).amax(1)
+    left, right = (t.detach().abs().flatten(1) for t in entry.factors())
+    if left.shape[1] == 0:
+        return left.new_zeros(len(left))
+    return left.amax(1) * (right.amax(1) if right.is_floating_point() else entry.rank)
+
+
 def by_row(t: Tensor) -> Tensor:
     """(rows, all numbers of the row); one if a query owns a single number."""
     return t.flatten(1) if t.ndim > 1 else t[:, None]

@@ -80,6 +80,8 @@ class Tailored(Fitting):
         self.adapt: Adapter = CN() if adapt is None else adapt
         check_settings(net, loss, self.adapt, steps, backprop, keep, chunk)
         self.training = net.training  # what is made of a model in eval mode is in eval mode, too
+        if optimizer is not None and (momentum, clip, proximal) != (0.0, None, 0.0):
+            raise ValueError(f"momentum, clip and proximal are gradient descent's; {optimizer!r} in its place has settings of its own")
         if optimizer is None:
             optimizer = Descent(lr, momentum=momentum, clip=clip, proximal=proximal)
         self.rule = optimizer if isinstance(optimizer, Descent | LBFGS) else Functional(optimizer)
@@ -184,7 +186,7 @@ class Tailored(Fitting):
         if self.rule.searches and "optimizer" in changes:
             del settings["keep"]  # its own, not the user's
         settings["compile"] = False if self.compile_options is None else self.compile_options
-        descent = {"lr", "momentum", "clip", "proximal"}
+        descent = _OF_THE_RULE - {"optimizer"}
         if isinstance(self.rule, Descent) and "optimizer" not in changes:
             settings |= {name: getattr(self.rule, name) for name in descent}
         elif not isinstance(self.rule, Descent) and "optimizer" not in changes:
@@ -199,6 +201,11 @@ class Tailored(Fitting):
 
     def extra_repr(self) -> str:
         return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_THE_RULE:
+            raise AttributeError(f"model.{name} = ... would change nothing: model.replace({name}=...) is the same model with another")
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         of_this_process = {"_compiled": None, "_structure": None, "_loss_structure": None, "_starts": Starts()}  # and of these very modules
@@ -297,6 +304,8 @@ class Tailored(Fitting):
             if structure is None:
                 raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
             here, seen = sited(self.net, self.adapt.sites(self.net, x)), watch(self.net, x)
+            if isinstance(self.rule, Descent) and isinstance(self.rule.lr, Mapping):
+                self.rule.check_names(list(self.adapt.init(self.net, here.sites, 1)))
             prefix = find_prefix(self.adapt, here, seen, x)
             answers = [s for s in seen if s.name == "" and s.leaf >= 0]
             if not answers:
@@ -342,6 +351,7 @@ def _told(leaf: Any) -> Any:
     return float if isinstance(leaf, float) else repr(leaf)
 
 
+_OF_THE_RULE = {"lr", "momentum", "clip", "proximal", "optimizer"}
 _MOST_PLACES = 64  # kinds of inputs that are remembered
 _TOO_MANY = (
     "this model asked for more programs than are kept, and answers in eager mode from now on: is it called with a number that is another "

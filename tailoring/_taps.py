@@ -86,7 +86,7 @@ class Taps:
         if self.probes is not None:
             out = out + self.probes[len(self.heard)]
         elif not torch.compiler.is_compiling():
-            if _has_tangent(out) or (not out.requires_grad and _transformed(out)):  # a derivative as well, taken forward or by torch.func
+            if has_tangent(out) or (not out.requires_grad and transformed(out)):  # a derivative as well, taken forward or by torch.func
                 self.noticed.append(True)
                 return out
             out = out if out.requires_grad else out.detach().requires_grad_()
@@ -107,11 +107,11 @@ class Taps:
         return [out._version for out in self.outs] != self.versions
 
 
-def _transformed(t: Tensor) -> bool:
+def transformed(t: Tensor) -> bool:
     return is_functorch_wrapped_tensor(t)
 
 
-def _has_tangent(t: Tensor) -> bool:
+def has_tangent(t: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
 
 

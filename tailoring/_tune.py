@@ -30,7 +30,8 @@ class Tuned:
     @property
     def gain(self) -> float:
         """The relative fall of the task loss against the same model with 0 steps."""
-        return float(1 - self.task.min() / self.task[0, 0])
+        before, fall = float(self.task[0, 0]), float(self.task[0, 0] - self.task.min())
+        return fall / abs(before) if before else float("inf") if fall else 0.0
 
     def __str__(self) -> str:
         best = self.task.min()

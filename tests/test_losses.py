@@ -112,10 +112,10 @@ def test_a_class_that_is_ruled_out_adds_nothing_to_an_entropy():
 def test_entropies_of_dense_predictions_add_up_over_the_positions():
     dense = nn.Sequential(mlp(), nn.Unflatten(1, (1, 3)))
     pair = nn.Sequential(nn.Unflatten(1, (2, 3)), mlp())
-    torch.testing.assert_close(value(L.Entropy(), dense, PLACES), value(L.Entropy(), mlp(), PLACES))
+    torch.testing.assert_close(value(L.Entropy(classes=-1), dense, PLACES), value(L.Entropy(), mlp(), PLACES))
     both = torch.cat([PLACES, PLACES.flip(0)], 1)
     parts = value(L.Entropy(), mlp(), PLACES) + value(L.Entropy(), mlp(), PLACES.flip(0))
-    for loss in (L.Entropy(), L.MarginalEntropy(lambda rows, _: rows, 2)):
+    for loss in (L.Entropy(classes=-1), L.MarginalEntropy(lambda rows, _: rows, 2, classes=-1)):
         torch.testing.assert_close(value(loss, pair, both), parts)
 
 

@@ -283,10 +283,9 @@ def test_the_loss_can_be_replaced_and_a_search_leaves_no_setting_behind():
 
 
 @pytest.mark.parametrize("adapt", [CN(), Weights()], ids=repr)
-def test_a_gradient_too_large_to_be_clipped_fails(adapt):
+def test_a_gradient_too_large_to_be_squared_is_clipped(adapt):
     x = torch.randn(3, 3)
     model = Tailored(Reached(), lambda m, x: to_one(m, x) * torch.tensor([1.0, 1e22, 1.0])[: len(x)], adapt=adapt, clip=0.5, lr=0.1)
     trace = model.trace(x)
-    assert trace.failed.tolist() == [False, True, False]
-    torch.testing.assert_close(trace.prediction[1], model.net(x)[1])
-    assert (trace.prediction - model.net(x)).abs().sum(1)[[0, 2]].min() > 1e-4
+    assert not trace.failed.any()
+    assert (trace.prediction - model.net(x)).abs().sum(1).min() > 1e-4

@@ -96,8 +96,13 @@ def per_query(t: Tensor, queries: int | None = None) -> Tensor:
     return t.reshape(t.shape[0] if queries is None else queries, -1)
 
 
-def grouped(t: Tensor, copies: int) -> Tensor:
-    """(queries * copies, ...) -> (queries, copies, features)"""
+def grouped(t: Tensor, rows: Tensor, copies: int) -> Tensor:
+    """(queries * copies, ...) -> (queries, copies, features), of features `t` that were read of so many `rows`."""
+    if t.shape[0] != rows.shape[0]:
+        raise ValueError(
+            f"features of shape {tuple(t.shape)} were read of {rows.shape[0]} rows, one for each view of a query: they need these in their "
+            "first dimension (of a layer that has them in another, read what comes after it, or give `at` a function)"
+        )
     return t.reshape(t.shape[0] // copies, copies, -1)
 
 
@@ -107,8 +112,19 @@ def same_shape(what: str, first: Tensor, other: str, second: Tensor) -> None:
         raise ValueError(f"{what} has shape {tuple(first.shape)}, but {other} has shape {tuple(second.shape)}")
 
 
-def class_logits(prediction: Any) -> Tensor:
+def class_logits(prediction: Any, classes: int | None = None) -> Tensor:
+    """(queries, ..., classes), from logits that have the classes in dimension `classes`."""
     logits = first_tensor(prediction)
+    if classes is None and logits.ndim > 2:
+        raise ValueError(
+            f"which dimension of logits of shape {tuple(logits.shape)} holds the classes? Say classes=1 (images) or classes=-1 (sequences)"
+        )
+    if classes is not None:
+        if classes % logits.ndim == 0:
+            raise ValueError(
+                f"dimension {classes} of logits of shape {tuple(logits.shape)} holds the queries, and cannot hold the classes too"
+            )
+        logits = logits.movedim(classes, -1)
     if logits.ndim < 2 or logits.shape[-1] < 2:
         raise ValueError(f"class probabilities need logits of shape (queries, ..., at least 2 classes), not {tuple(logits.shape)}")
     return logits

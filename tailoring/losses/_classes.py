@@ -17,10 +17,17 @@ from ._base import Features, Loss, class_logits, entropy, floored, read
 
 
 class Entropy(Loss):
-    """The entropy of the predicted class probabilities: be decided."""
+    """The entropy of the predicted class probabilities: be decided.
+
+    Of logits with more than two dimensions `classes` is the one that holds the classes, 1 or -1; the entropies of all places are summed.
+    """
+
+    def __init__(self, *, classes: int | None = None):
+        super().__init__()
+        self.classes = classes
 
     def forward(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return entropy(class_logits(model(*args, **kwargs)).log_softmax(-1))
+        return entropy(class_logits(model(*args, **kwargs), self.classes).log_softmax(-1))
 
 
 class Align(Loss):
@@ -141,7 +148,7 @@ class WorstCase(Loss):
 
 
 def _flat_logits(prediction: Any) -> Tensor:
-    logits = class_logits(prediction)
+    logits = class_logits(prediction, -1)
     if logits.ndim != 2:
         raise ValueError(f"WorstCase needs logits of shape (queries, classes), not {tuple(logits.shape)}")
     return logits

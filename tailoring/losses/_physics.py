@@ -127,5 +127,11 @@ class Supervised(Loss):
         if not isinstance(support, Support):
             raise TypeError(f"Supervised reads a Support(x, y), a task with its labels, not {type(support).__name__}")
         args, kwargs = as_call(model.once(lambda: flat_rows(support.x)))
-        losses = self.task_loss(model(*args, **kwargs), flat_rows(support.y), reduction="none")
+        targets = flat_rows(support.y)
+        losses = self.task_loss(model(*args, **kwargs), targets, reduction="none")
+        if isinstance(targets, Tensor) and losses.shape != targets.shape[: losses.ndim]:  # broadcasting would mix tasks without a word
+            raise ValueError(
+                f"the task loss of targets of shape {tuple(targets.shape)} has shape {tuple(losses.shape)}, and must have a value for each "
+                "target or for each example: have the model's answers the targets' shape?"
+            )
         return per_query(losses, count_rows(support)).mean(1)

@@ -62,8 +62,9 @@ class Agree(Loss):
         self.register_buffer("negatives", negatives, persistent=False)
 
     def forward(self, model: Any, x: Tensor) -> Tensor:
-        features = read(model, self.at, _views(model, self.augment, self.views, x, self.fresh)).flatten(1)
-        z = F.normalize(grouped(features if self.head is None else self.head(features), self.views), dim=-1)  # (queries, views, d)
+        rows = _views(model, self.augment, self.views, x, self.fresh)
+        features = read(model, self.at, rows).flatten(1)
+        z = F.normalize(grouped(features if self.head is None else self.head(features), rows, self.views), dim=-1)  # (queries, views, d)
         pairs = z @ z.mT
         off_diagonal = ~torch.eye(self.views, dtype=torch.bool, device=z.device)
         if self.negatives is None:
@@ -88,10 +89,10 @@ class Smooth(Loss):
     def forward(self, model: Any, x: Tensor) -> Tensor:
         noisy = self._noisy(model, x) if self.fresh else model.once(lambda: self._noisy(model, x))  # (queries * views, ...)
         if model.shares_passes:  # then x goes in by itself, as it will for the answer
-            clean, others = grouped(read(model, self.at, x), 1), grouped(read(model, self.at, noisy), self.views)
+            clean, others = grouped(read(model, self.at, x), x, 1), grouped(read(model, self.at, noisy), noisy, self.views)
         else:
             rows = torch.cat([x[:, None], noisy.unflatten(0, (-1, self.views))], 1).flatten(0, 1)
-            clean, others = grouped(read(model, self.at, rows), 1 + self.views).split([1, self.views], 1)
+            clean, others = grouped(read(model, self.at, rows), rows, 1 + self.views).split([1, self.views], 1)
         return (1 - F.cosine_similarity(clean, others, dim=-1)).mean(1)
 
     def _noisy(self, model: Any, x: Tensor) -> Tensor:
@@ -100,16 +101,16 @@ class Smooth(Loss):
 
 
 class MarginalEntropy(Loss):
-    """The entropy of the class probabilities averaged over augmented views (MEMO, Zhang et al. 2022)."""
+    """The entropy of the class probabilities averaged over augmented views (MEMO, Zhang et al. 2022); `classes` as in `Entropy`."""
 
-    def __init__(self, augment: Augment, views: int = 16, *, fresh: bool = False):
+    def __init__(self, augment: Augment, views: int = 16, *, fresh: bool = False, classes: int | None = None):
         super().__init__()
         if views < 1:
             raise ValueError(f"MarginalEntropy takes at least one view, not {views}")
-        self.augment, self.views, self.fresh = augment, views, fresh
+        self.augment, self.views, self.fresh, self.classes = augment, views, fresh, classes
 
     def forward(self, model: Any, x: Tensor) -> Tensor:
-        log_p = class_logits(model(_views(model, self.augment, self.views, x, self.fresh))).log_softmax(-1)
+        log_p = class_logits(model(_views(model, self.augment, self.views, x, self.fresh)), self.classes).log_softmax(-1)
         log_p = floored(log_p).unflatten(0, (-1, self.views))  # (queries, views, ..., classes)
         return entropy(log_p.logsumexp(1) - math.log(self.views))
 
@@ -129,7 +130,7 @@ class Rotation(Loss):
             raise ValueError(f"rotation prediction takes square images, shape (queries, C, H, H), not {tuple(x.shape)}")
         turned = torch.stack([x.rot90(quarters, (-2, -1)) for quarters in range(4)], 1).flatten(0, 1)
         features = read(model, self.at, turned).flatten(1)
-        logits = grouped(features if self.head is None else self.head(features), 4)  # (queries, 4 turns, 4 classes)
+        logits = grouped(features if self.head is None else self.head(features), turned, 4)  # (queries, 4 turns, 4 classes)
         if logits.shape[-1] != 4:
             raise ValueError(f"rotation prediction takes four logits, not {logits.shape[-1]}: give a head with four outputs")
         return -logits.log_softmax(-1).diagonal(dim1=1, dim2=2).mean(1)

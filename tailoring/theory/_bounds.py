@@ -92,6 +92,7 @@ def empirical_rademacher(losses: Tensor, *, draws: int = 10_000, seed: int = 0) 
     """
     if losses.ndim != 2:
         raise ValueError(f"losses must have shape (models, n), not {tuple(losses.shape)}")
+    losses = losses if losses.is_floating_point() else losses.to(torch.float32)  # 0 and 1, say
     n = losses.shape[1]
     if 2**n <= draws:
         signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=n)), dtype=losses.dtype)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ._activations import Activation, activation_facts
-from ._expressivity import _calls, last_layer
+from ._expressivity import ModuleCall, _calls, last_layer
+
+_NOT_ELEMENTWISE = (nn.GLU, nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention)
 
 
 def augmentation_gap(views: Tensor) -> float:
@@ -46,7 +48,10 @@ class Conditions:
         return tuple(
             text
             for wrong, text in (
-                (not self.fully_connected, "the model is not made of linear layers and activations in nn.Sequential alone"),
+                (
+                    not self.fully_connected,
+                    "the model is not made of linear layers, with one activation between any two, in nn.Sequential alone",
+                ),
                 (self.outputs != 1, f"the model has {self.outputs} outputs, not one"),
                 (not self.units, "the model has no hidden layer"),
                 (min(self.units, default=self.views) < self.views, f"hidden layers of {self.units} units, fewer than {self.views} views"),
@@ -77,13 +82,14 @@ def conditions(model: nn.Module, views: Tensor) -> Conditions:
     leaves = [call for call in calls if not any(call.module.children())]
     blocks = [call.module for call in calls if any(call.module.children())]
     linear = [call for call in leaves if isinstance(call.module, nn.Linear)]
-    passive = (nn.Flatten, nn.Identity, nn.Dropout)
-    acts = [call.module for call in leaves if type(call.module).__module__ == nn.ReLU.__module__]
-    others = [call for call in leaves if not isinstance(call.module, (nn.Linear, *passive)) and call.module not in acts]
+    kinds = [kind for kind in map(_kind, leaves) if kind]
+    acts = [call.module for call in leaves if _kind(call) == "activation"]
+    in_turn = ["linear", "activation"] * (len(linear) - 1) + ["linear"]
     head = last_layer(model, views)
     first = linear[0].given.flatten(1)
     return Conditions(
-        fully_connected=not others and all(isinstance(block, nn.Sequential) for block in blocks),  # what else a block does is not seen
+        fully_connected=kinds == in_turn
+        and all(isinstance(block, nn.Sequential) for block in blocks),  # what else a block does is not seen
         outputs=len(head.weight),
         views=len(views),
         units=tuple(call.out.shape[-1] for call in linear[:-1]),
@@ -91,6 +97,17 @@ def conditions(model: nn.Module, views: Tensor) -> Conditions:
         distinct=len(torch.unique(first, dim=0)) == len(first),
         activations=tuple({type(a): activation_facts(a) for a in acts}.values()),
     )
+
+
+def _kind(call: ModuleCall) -> str:
+    """ "" of what changes nothing."""
+    module = call.module
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Flatten | nn.Identity) or (isinstance(module, nn.Dropout) and not module.training):
+        return ""
+    elementwise = type(module).__module__ == nn.ReLU.__module__ and not isinstance(module, _NOT_ELEMENTWISE)
+    return "activation" if elementwise else "other"
 
 
 def with_noise(model: nn.Module, std: float, *, seed: int = 0) -> nn.Module:

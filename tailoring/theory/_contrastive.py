@@ -135,6 +135,10 @@ def _allowed(labels: Sequence[int] | Tensor, queries: int) -> Tensor:
         if labels.shape != (queries,):
             raise ValueError(f"labels as a tensor are one for each of the {queries} queries, not {tuple(labels.shape)}")
         return torch.nn.functional.one_hot(labels.long(), 2).bool()
+    if len(set(labels)) < len(labels):
+        raise ValueError(
+            f"a list of labels names those that the maximum runs over, each once, not {labels!r}; a tensor has one for each query"
+        )
     if not set(labels) <= {0, 1} or not labels:
         raise ValueError(f"labels must be chosen from 0 and 1, not {labels!r}")
     return torch.tensor([y in labels for y in (0, 1)]).expand(queries, 2)

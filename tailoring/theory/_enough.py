@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .._adapt import CN, Adapter
 from .._bound import Bound
 from .._records import Batch, leaves_inference_mode
 from .._tailored import Loss, Tailored
+from .._taps import has_tangent, transformed
 from .._trees import count_rows, take_rows, tensors
 from .._weights import Weights
+from ._expressivity import equal as _equal
 
 _MOST = 4096  # numbers read per query: the Jacobians are (numbers, parameters)
 
@@ -107,7 +110,7 @@ class _Read:
     """The numbers that a loss reads from an adapted model for one query, and how they depend on the state."""
 
     def __init__(self, net: nn.Module, loss: Loss, query: Any, adapt: Adapter):
-        self.notes: list[Tensor] = []
+        self.notes = _Notes()
         self.model = Tailored(net, _noting(loss, self.notes), adapt=adapt)
         places = self.model._find_places(query)
         self.sites, self.batch = places.sited.sites, Batch(query, 1, places)
@@ -132,9 +135,15 @@ class _Read:
         self.gradient = torch.cat([wanted.get(id(t), torch.zeros_like(t)).flatten() for t in self.read])
 
     def evaluate(self, state: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        self.notes.clear()
-        losses = self.model._losses(self.batch, None, 0, {**state})
-        return losses, list(self.notes)
+        self.notes.read, self.notes.differentiated = [], False
+        with torch.enable_grad():  # whatever the loss differentiates
+            losses = self.model._losses(self.batch, None, 0, {**state})
+        if self.notes.differentiated:
+            raise ValueError(
+                "the tailoring loss differentiates the model, so it reads slopes, too; what CN can do to these is not counted here: "
+                "compare what CN() and Weights() make of the loss (tailoring.tune)"
+            )
+        return losses, self.notes.read
 
     def _rows(self) -> Tensor:
         """J, (numbers, size of the state): one backward pass for each number."""
@@ -165,28 +174,64 @@ class _Read:
         jacobian = self.jacobian[:, torch.cat(columns)]
         if torch.linalg.matrix_rank(jacobian) < len(jacobian):
             return False
-        steps = {
-            name: torch.randn(self.state[name].shape, generator=torch.Generator().manual_seed(0)).to(self.state[name]) for name in last
-        }
+        return all(self._is_affine(last, jacobian, size) for size in (1.0, -1.0, 1e3, -1e3))  # a final ReLU is, on one side
+
+    def _is_affine(self, last: list[str], jacobian: Tensor, size: float) -> bool:
+        """Whether the Jacobian tells what a random step of this size does."""
+        generator = torch.Generator().manual_seed(0)
+        steps = {name: size * torch.randn(self.state[name].shape, generator=generator).to(self.state[name]) for name in last}
         moved = self.state | {name: self.state[name] + steps[name] for name in last}
-        before, after = (torch.cat([t.flatten() for t in part]) for part in (self.read, self.evaluate(moved)[1]))
+        before, after = (torch.cat([t.detach().flatten() for t in part]) for part in (self.read, self.evaluate(moved)[1]))
         expected = before + jacobian @ torch.cat([steps[name].flatten() for name in last])
         scale = float((after - before).abs().max())
         return after.shape == expected.shape and bool((after - expected).abs().max() <= scale * torch.finfo(after.dtype).eps ** 0.5)
 
 
-def _noting(loss: Loss, notes: list[Tensor]) -> Loss:
-    """The same loss; all floating-point numbers that it reads from the model are noted."""
+@dataclass
+class _Notes:
+    """What a loss has read from the model, and whether it has differentiated that."""
+
+    read: list[Tensor] = field(default_factory=list)
+    differentiated: bool = False
+
+    def add(self, t: Tensor) -> None:
+        self.read.append(t)
+        if has_tangent(t) or transformed(t):  # by torch.func
+            self.differentiated = True
+        elif t.requires_grad:
+            t.register_hook(self._passed)
+
+    def _passed(self, _gradient: Tensor) -> None:
+        self.differentiated = True
+
+
+def _noting(loss: Loss, notes: _Notes) -> Loss:
+    """The same loss; all floating-point numbers that it reads from the model are noted, those that it asks for twice once."""
 
     def noted(model: Bound, *args: Any, **kwargs: Any) -> Tensor:
+        asked: list[tuple[Any, Any, Any]] = []
+
         def run(reading: Any, given: Any, named: Any) -> Any:
+            for before, what, out in asked:
+                if before == reading and _same(what, (given, named)):
+                    return out
             out = model._run(reading, given, named)
-            notes.extend(t for t in tensors(out) if t.is_floating_point())
+            asked.append((reading, (given, named), out))
+            for t in tensors(out):
+                if t.is_floating_point():
+                    notes.add(t)
             return out
 
         return loss(Bound(model._module, run, model._query, model._seeds, model._step, model._path), *args, **kwargs)
 
     return noted
+
+
+def _same(a: Any, b: Any) -> bool:
+    (leaves, spec), (others, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return spec == other and all(
+        x is y or (type(x) is type(y) and (_equal(x, y) if isinstance(x, Tensor) else x == y)) for x, y in zip(leaves, others, strict=True)
+    )
 
 
 def _span(values: Tensor) -> str:

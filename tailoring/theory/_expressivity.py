@@ -116,7 +116,7 @@ def last_layer(model: nn.Module, views: Tensor) -> LastLayer:
     if not heads:
         raise ValueError("the theorem is about a model that ends in nn.Linear, and this one has none that runs; use theory.enough")
     head = heads[-1]
-    if calls[-1].out is not head.out and not _equal(calls[-1].out, head.out):
+    if not calls[-1].puts_out(head.out, head.version):
         raise ValueError(
             f"the model's answer is not what its last linear layer {head.name!r} puts out (something follows it), so it is not affine "
             "in gamma and beta; ask theory.enough instead, which needs no such form"
@@ -126,7 +126,7 @@ def last_layer(model: nn.Module, views: Tensor) -> LastLayer:
     if features.ndim != 2 or len(features) != len(views):
         raise ValueError(f"{head.name!r} is given {tuple(features.shape)}, and one row for each of the {len(views)} views is needed")
     # a block whose last module made this tensor puts it out too; the innermost module finishes first
-    makers = [call.name for call in calls if call.out is features and call.name]
+    makers = [call.name for call in calls if call.puts_out(features, head.given_version) and call.name]
     bias = torch.zeros_like(layer.weight[:, 0]) if layer.bias is None else layer.bias
     precise = torch.promote_types(features.dtype, torch.float32)  # bfloat16 has no ranks
     numbers = (t.detach().to(precise) for t in (features, layer.weight, bias))
@@ -140,7 +140,16 @@ class ModuleCall:
     name: str
     module: nn.Module
     given: Any
+    given_version: int
     out: Any
+    version: int
+
+    def puts_out(self, t: Any, version: int) -> bool:
+        """Whether its output is these very numbers: the same memory, not changed in place in between."""
+        if not isinstance(t, Tensor) or not isinstance(self.out, Tensor):
+            return False
+        same = self.out.data_ptr() == t.data_ptr() and self.out.shape == t.shape and self.out.stride() == t.stride()
+        return same and self.version == version
 
 
 def _calls(model: nn.Module, x: Any) -> list[ModuleCall]:
@@ -149,8 +158,10 @@ def _calls(model: nn.Module, x: Any) -> list[ModuleCall]:
 
     def note(name: str) -> Callable[..., Any]:
         def around(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+            given = next(iter(args), None)
+            before = _version(given)
             out = forward(*args, **kwargs)
-            calls.append(ModuleCall(name, module, next(iter(args), None), out))
+            calls.append(ModuleCall(name, module, given, before, out, _version(out)))
             return out
 
         return around
@@ -160,5 +171,9 @@ def _calls(model: nn.Module, x: Any) -> list[ModuleCall]:
     return calls
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _version(t: Any) -> int:
+    return t._version if isinstance(t, Tensor) else 0
+
+
+def equal(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
