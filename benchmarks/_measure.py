@@ -68,13 +68,22 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no GPU here")
+    if options.out:
+        try:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.open("a").close()
+        except OSError as error:
+            parser.error(f"--out: {error}")
     torch.set_num_threads(options.threads)
     torch.set_float32_matmul_precision(options.matmul)
     if options.one:
         print(json.dumps(_measure(cases(_single(options, next(_settings(options, grid)))), options.one, options)))
         return
     for setting in _settings(options, grid):
-        known = cases(_single(options, setting))
+        try:
+            known = cases(_single(options, setting))
+        except ValueError as error:
+            parser.error(str(error))
         if unknown := [name for name in options.only or () if name not in known]:
             parser.error(f"--only: no case {unknown[0]!r} (there is: {', '.join(known)})")
         names = [name for name in known if not options.only or name in (*options.only, against)]
@@ -87,7 +96,6 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
             reference = found.get("seconds") if name == against else reference
             _tell(row, setting, against, reference)
             if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
                 with options.out.open("a") as file:
                     print(json.dumps(row), file=file, flush=True)
 

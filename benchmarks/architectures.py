@@ -21,6 +21,8 @@ TOKENS, WIDTH = 32, 128
 
 def cases(o: Options) -> Cases:
     images = o.networks.startswith("resnet")
+    if not images and o.networks != "transformer":
+        raise ValueError(f"--networks: no {o.networks!r} (there is: transformer, resnet18, and resnet8, resnet20, ... resnet110)")
     x = queries(o.queries, o.device, images=images)
 
     def network() -> nn.Module:

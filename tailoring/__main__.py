@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -38,8 +40,15 @@ experiments:
 
 def main(args: list[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else args
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that does not know a sign
     try:
-        return _main(args)
+        found = _main(args)
+        sys.stdout.flush()
+        return found
+    except BrokenPipeError:  # of `| head`, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that nothing fails at the end
+        return 0
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130

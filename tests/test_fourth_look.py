@@ -1,8 +1,16 @@
-"""What a fourth look at losses, training and theory found: answers that were wrong without a word."""
+"""What a fourth look at losses, training, theory, experiments and the command line found: what went wrong without a word, or with many."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +19,9 @@ from torch.func import jacrev
 from torch.nn.functional import mse_loss
 
 from tailoring import CN, LBFGS, Shift, Support, Tailored, Weights, losses, outer_losses, theory, tune
+from tailoring.__main__ import main
+from tailoring.experiments import certify, contrastive, pendulum, planets, smoothing, toy
+from tailoring.experiments._rows import Rows, read_folder
 
 ADAPTERS = [CN(), Weights(), Weights(how="vmap"), Shift("1")]
 
@@ -244,3 +255,129 @@ class TestTheory:
     def test_losses_of_zero_and_one_have_a_complexity(self, dtype, n):
         found = torch.randint(2, (3, n))
         assert theory.empirical_rademacher(found.to(dtype)) == theory.empirical_rademacher(found.float())
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def works(process: int) -> bool:
+    """Whether it is there, and not only waiting to be missed."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class TestRows:
+    def test_weights_from_before_the_first_row_are_told_of(self, tmp_path, capsys):
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "weights" / "old.safetensors").touch()
+        config = toy.quick()
+        assert [row for row in Rows(tmp_path, "toy", config) if row["kind"] == "found"] == [{"kind": "found", "weights": ["old"]}]
+        assert "holds old from before the first row" in capsys.readouterr().err
+        Rows(tmp_path, "toy", config)  # which goes on, and is silent
+        assert not capsys.readouterr().err
+        assert sum(row["kind"] == "found" for row in read_folder(tmp_path)) == 1
+
+    def test_damage_is_told_by_name(self, tmp_path):
+        path = tmp_path / "rows.jsonl"
+        Rows(tmp_path, "toy", toy.quick()).add(kind="result")
+        whole = path.read_bytes()
+        path.write_bytes(whole + b'{"a": 1}\n')
+        with pytest.raises(ValueError, match=r'does not say what it is, {"a": 1}'):
+            read_folder(tmp_path, "toy")
+        path.write_bytes(whole + b'{"kind": "\xff"}\n{"kind": "result"}\n')
+        with pytest.raises(ValueError, match=r"rows.jsonl, line 4: not a JSON row"):
+            read_folder(tmp_path, "toy")
+
+    def test_a_copy_of_the_rows_counts_once(self, tmp_path):
+        rows = Rows(tmp_path, "toy", toy.quick())
+        rows.add(kind="result", value=1)
+        rows.add(kind="result", value=2)
+        once = read_folder(tmp_path, "toy")
+        (tmp_path / "rows-backup.jsonl").write_bytes(rows.path.read_bytes())
+        assert read_folder(tmp_path, "toy") == once
+
+    def test_certificates_of_another_kind_of_device_are_not_gone_on_with(self, tmp_path):
+        device = {"kind": "session", "device": "NVIDIA H200"}
+        rows = [{"kind": "config"}, device, {"kind": "image", "index": 0}, {**device, "device": "x86_64 CPU, 1 threads"}]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = certify.Config(weights=tmp_path, out=tmp_path, accelerator="cpu")
+        certify._refuse_other_device(config, [0])  # all is done
+        certify._refuse_other_device(replace(config, engine="ray"), [0, 1])
+        with pytest.raises(ValueError, match="made on cuda, whose noise is not that of cpu"):
+            certify._refuse_other_device(config, [0, 1])
+
+
+class TestCommands:
+    @pytest.mark.parametrize(
+        ("experiment", "changes"),
+        [
+            *((planets, {name: 0}) for name in ("batch", "width", "chunk", "ttt_batch", "epochs")),
+            *((planets, {name: ()}) for name in ("lrs", "output_lrs", "ttt_lrs", "seeds")),
+            *((pendulum, {name: 0}) for name in ("iterations", "width", "marks", "evaluations")),
+            *((pendulum, {name: ()}) for name in ("seeds", "grid_seeds", "lrs", "amounts")),
+            (contrastive, {"batch": 0}),
+            (contrastive, {"labels": (0,)}),
+            (smoothing, {"batch": 0}),
+        ],
+        ids=str,
+    )
+    def test_numbers_that_make_no_sense_are_refused_before_anything_runs(self, experiment, changes, tmp_path):
+        name = next(iter(changes)).replace("_", "-")
+        with pytest.raises(ValueError, match=f"--{name} "):
+            experiment.run(replace(experiment.quick(), out=tmp_path / "out", **changes))
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+    @pytest.mark.parametrize("experiment", ["planets", "smoothing", "contrastive"])
+    def test_a_device_that_is_not_there_is_told_in_a_line(self, experiment, tmp_path, capsys):
+        assert main(["run", experiment, "--quick", "--accelerator", "cuda", "--out", str(tmp_path / "out")]) == 1
+        assert "error: --accelerator cuda: " in capsys.readouterr().err
+
+    def test_a_report_that_cannot_be_written_is_shown(self, tmp_path, capsys):
+        assert main(["run", "toy", "--quick", "--out", str(tmp_path)]) == 0
+        tables = capsys.readouterr().out
+        (tmp_path / "report.html").unlink()
+        (tmp_path / "report.html").mkdir()
+        assert main(["report", "toy", "--out", str(tmp_path)]) == 0
+        shown = capsys.readouterr()
+        assert shown.out == tables
+        assert "figures and page were not written: " in shown.err
+
+    def test_a_reader_that_has_seen_enough_is_no_error(self):
+        command = f"{sys.executable} -m tailoring --help | true; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_a_benchmark_refuses_what_it_does_not_know_before_it_measures(self, tmp_path, capfd):
+        assert main(["bench", "architectures", "--networks", "nope"]) == 1
+        assert "--networks: no 'nope'" in capfd.readouterr().err
+        (tmp_path / "file").touch()
+        assert main(["bench", "overhead", "--out", str(tmp_path / "file" / "rows.jsonl")]) == 1
+        shown = capfd.readouterr()
+        assert "error: --out: " in shown.err
+        assert "ms" not in shown.out
+
+    def test_workers_end_with_the_process_that_started_them(self, tmp_path):
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import os, time\n"
+            "from concurrent.futures import ProcessPoolExecutor\n"
+            "from multiprocessing import get_context\n"
+            "from tailoring.experiments._pendulum_bench import _begin_to_work\n"
+            "if __name__ == '__main__':\n"
+            "    pool = ProcessPoolExecutor(1, get_context('spawn'), _begin_to_work)\n"
+            "    print(pool.submit(os.getpid).result(), flush=True)\n"
+            "    time.sleep(600)\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            worker = int(process.stdout.readline())
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            until = time.monotonic() + 20
+            while works(worker) and time.monotonic() < until:
+                time.sleep(0.05)
+            assert not works(worker)

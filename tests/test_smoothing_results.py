@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning_fabric import Fabric
 from PIL import Image
 from real_data import SHARED, needs
 from safetensors.torch import load_file
@@ -353,7 +354,7 @@ def test_controls_make_as_many_updates(finished, tmp_path, monkeypatch):
 
 
 def test_control_and_meta_start_from_the_same_network(finished):
-    bench = smoothing.Bench(tiny(finished), made_splits(100, 8), smoothing.Fabric(accelerator="cpu"), lambda *_: None)
+    bench = smoothing.Bench(tiny(finished), made_splits(100, 8), Fabric(accelerator="cpu"), lambda *_: None)
     start = trained(finished / "weights", "s0.5-base")[0]
     for role in ("control", "meta"):
         net = bench.network(on_top(tiny(finished), 0.5, role))

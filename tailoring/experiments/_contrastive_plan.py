@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ._checks import at_least_one, not_empty
 from ._contrastive_views import Augment
 from ._images import data_folder
 
@@ -130,9 +131,8 @@ class Config:
 
 def _check(c: Config) -> None:
     """Refuse before an hour of pre-training what would fail after it."""
-    for name in ("views", "lrs", "variants", "labels", "seeds", "grid_labels", "grid_seeds", "decays", "ttt_lrs"):
-        if not getattr(c, name):
-            raise ValueError(f"{name} is empty: give at least one value")
+    not_empty(c, "views", "lrs", "variants", "labels", "seeds", "grid_labels", "grid_seeds", "decays", "ttt_lrs")
+    at_least_one(c, "batch", "labels", "grid_labels", "test", "hidden", "features", "linear_steps", "linear_batch")
     if not 0 < c.validation < c.train:
         raise ValueError(f"validation must be some of the {c.train} training images, not {c.validation}")
     if min(c.views) < 2:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from typing import Any, Literal
 
 import torch
@@ -90,7 +92,7 @@ class Bench:
             results = map(function, todo)
         else:
             if self._pool is None:  # torch dislikes fork
-                self._pool = ProcessPoolExecutor(self.config.workers, get_context("spawn"), torch.set_num_threads, (1,))
+                self._pool = ProcessPoolExecutor(self.config.workers, get_context("spawn"), _begin_to_work)
             results = self._pool.map(function, todo)
         yield from self._counted(results, len(todo), what)
 
@@ -98,6 +100,13 @@ class Bench:
         for done, result in enumerate(results, 1):
             yield result
             self.progress(what, done, total)
+
+
+def _begin_to_work() -> None:
+    """In a process of its own, which ends with the one that started it, even if that was killed."""
+    torch.set_num_threads(1)
+    if (parent := parent_process()) is not None:
+        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
 class Judge:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +112,15 @@ class Picture:
 
 
 def write(folder: Path, title: str, about: str, tables: Sequence[Table], pictures: Sequence[Picture]) -> list[Path]:
-    """The figures as PNG and SVG, and one HTML page that holds everything."""
+    """The figures as PNG and SVG, and one HTML page that holds everything; none where nothing can be written."""
+    try:
+        return _written(folder, title, about, tables, pictures)
+    except OSError as error:
+        print(f"figures and page were not written: {error}", file=sys.stderr)
+        return []
+
+
+def _written(folder: Path, title: str, about: str, tables: Sequence[Table], pictures: Sequence[Picture]) -> list[Path]:
     make_folder(folder)
     written = []
     figures = ""
@@ -137,6 +146,7 @@ def write(folder: Path, title: str, about: str, tables: Sequence[Table], picture
 def about(rows: Sequence[dict]) -> str:
     """Where the rows come from, a line for each session that differs."""
     lines = [f"commit {r['commit']}, torch {r['versions']['torch']}, {r['device']}: {r['command']}" for r in rows if r["kind"] == "session"]
+    lines += [f"trained before, with settings that these rows do not tell: {', '.join(r['weights'])}" for r in rows if r["kind"] == "found"]
     return "\n".join(dict.fromkeys(lines))
 
 

@@ -39,6 +39,7 @@ class Rows:
         if sha256:
             head["sha256"] = sha256
         self._rows = list(read(self.path)) if self.path.exists() else []
+        found = [] if self._rows else sorted(path.stem for path in (folder / "weights").glob("*.safetensors"))
         if has_results(self._rows) or (self._rows and (folder / "weights").exists()):  # trainings leave theirs before the first result
             _refuse_another(self.path, self._rows[0], head, _defaults(config))
             _mend_end(self.path)
@@ -46,6 +47,9 @@ class Rows:
             write_whole(self.path, (json.dumps(head) + "\n").encode())
             self._rows = [head]
         self.add(kind="session", **environment(device))
+        if found:  # brought here, or left behind without the rows that told how they were trained
+            print(f"{folder / 'weights'} holds {', '.join(found)} from before the first row: taken as they are", file=sys.stderr)
+            self.add(kind="found", weights=found)
 
     def add(self, **row: Any) -> None:
         """Append a row; it is on the disk when this returns."""
@@ -67,14 +71,14 @@ class Rows:
 def read(path: Path) -> Iterator[Row]:
     """The whole rows of a file; a last line that was cut off in the middle is left out."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise FileNotFoundError(f"no result rows at {path}: run the experiment first, or give its folder with --out") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:  # no JSON, or no text
                 if number == len(lines):  # only a line that was not finished may be broken
                     return
                 row = None
@@ -98,18 +102,21 @@ def read_folder(folder: Path, experiment: str | None = None) -> list[Row]:
             older = {**part[0], "config": {name: value for name, value in part[0]["config"].items() if name in common}}
             _refuse_another(path, older, {**rows[0], "config": common}, {})  # a setting that one of them did not know yet is no difference
         rows += part
+    rows = list({json.dumps(row, sort_keys=True): row for row in rows}.values())  # once each, also if a copy of the file lies beside it
     if experiment is not None:
         found = rows[0].get("experiment") if rows else experiment
         if found != experiment:
             known = f"results of {found}" if found else "no results of this library"
             raise ValueError(f"{folder} holds {known}, not of {experiment}: give the folder of a run of {experiment} with --out")
+        if foreign := [row for row in rows if "kind" not in row]:
+            raise ValueError(f"{folder} holds a row that does not say what it is, {json.dumps(foreign[0])[:80]}: remove it")
         if not has_results(rows):
             raise ValueError(f"{folder} holds no results of {experiment} yet: run it first, or give the folder of a run with --out")
     return rows
 
 
 def has_results(rows: Iterable[Row]) -> bool:
-    return any(row.get("kind") not in ("config", "session", "data") for row in rows)
+    return any(row.get("kind") not in ("config", "session", "data", "found") for row in rows)
 
 
 def _mend_end(path: Path) -> None:

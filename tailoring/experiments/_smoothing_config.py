@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from ._checks import at_least_one
 from ._classifiers import Inner, Network, refuse_idle
 from ._images import data_folder
 from ._smoothing_losses import Macer, SmoothAdv
@@ -170,9 +171,7 @@ def check(config: Config) -> None:
     for sigma in (*config.sigmas, *config.more_sigmas):
         if not 0 < config.inner.nu < sigma:
             raise ValueError(f"the tailoring's noise, nu = {config.inner.nu}, must be above 0 and below every sigma, but one is {sigma}")
-    for name in AT_LEAST_ONE:
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
+    at_least_one(config, *AT_LEAST_ONE)
     for name in ("rate", "extra_rate"):
         if not getattr(config, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(config, name)}")

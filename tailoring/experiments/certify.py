@@ -18,7 +18,7 @@ from tailoring.smoothing import Smoothed, average_radius, certified_accuracy
 from ._classifiers import LARGE, Network, Tailoring, build, class_names, count_classes, for_classes, read_weights, refuse_idle, tailored
 from ._images import CIFAR10, ImageFolder, Images, TensorImages, cifar10, data_folder, image_folder
 from ._report import Table
-from ._rows import Row, Rows, read_folder
+from ._rows import Row, Rows, read, read_folder
 
 Progress = Callable[[str, int, int], None]
 # The fastest convolutions, each by itself: with what follows put into its kernel, which is then read number by number, one took 0.61 ms in
@@ -101,9 +101,10 @@ def run(config: Config, progress: Progress = lambda what, done, total: None, ima
         classes = data.classes if isinstance(data, ImageFolder) else CIFAR10
         state = for_classes(state, config.weights, classes, config.classes)
     _smoothed(config, _classifier(config, state))  # fails here, not on a worker, if the weights do not fit
+    todo = chosen(len(data), config.every, config.images)
+    _refuse_other_device(config, todo)
     rows = Rows(config.out, "certify", config, str(_device(config)), sha256=_contents(config, data))
     done = {row["index"] for row in rows if row["kind"] == "image"}
-    todo = chosen(len(data), config.every, config.images)
     left = [index for index in todo if index not in done]
     engine = _over_ray if config.engine == "ray" else _here
     for row in engine(config, state, data, left):
@@ -111,6 +112,23 @@ def run(config: Config, progress: Progress = lambda what, done, total: None, ima
         done.add(row["index"])
         progress("images", len(done & set(todo)), len(todo))
     return config.out
+
+
+def _refuse_other_device(config: Config, todo: list[int]) -> None:
+    """An image's noise is another on a CPU than on a GPU, and tables compare certificates with the same."""
+    path, now = config.out / "rows.jsonl", _device(config).type
+    if config.engine != "local" or not path.exists():  # of a cluster it is not known here which devices it has
+        return
+    kinds, done, session = set[str](), set[int](), ""
+    for row in read(path):
+        if row.get("kind") == "session":
+            session = "cpu" if "CPU" in row["device"] else "cuda"
+        elif row.get("kind") == "image":
+            kinds.add(session)
+            done.add(row["index"])
+    if kinds - {now} and not done >= set(todo):
+        there = " and ".join(sorted(kinds))
+        raise ValueError(f"{path} holds certificates made on {there}, whose noise is not that of {now}: choose another folder with --out")
 
 
 def chosen(count: int, every: int, most: int) -> list[int]:

@@ -8,9 +8,9 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor
 
+from ._checks import make_fabric
 from ._contrastive_bench import Bench
 from ._contrastive_data import draw, load
 from ._contrastive_linear import Task
@@ -30,7 +30,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
         draw(images.train_labels, labels, 0)  # refuses now what could not be labelled at the end
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True  # the encoder sees few shapes, each very often
-    fabric = Fabric(accelerator=config.accelerator, devices=1, precision=config.precision)
+    fabric = make_fabric(config, devices=1)
     rows = Rows(config.out, "contrastive", config, str(fabric.device))
     bench = Bench(config, images, fabric, progress)
     stages: list[Callable[[Bench, Rows], None]] = [_pretrained, _choose, _linear_layers, _test_time_training, _encoder]

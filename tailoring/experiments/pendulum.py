@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from ._checks import at_least_one, not_empty
 from ._pendulum_bench import Bench, Job, Judge, Way, mean, others
 from ._pendulum_data import Labels, Name
 from ._pendulum_plan import Kind, Training
@@ -96,6 +97,8 @@ def quick() -> Config:
 
 def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
     """Run what has not been run yet; the rows are in `config.out`."""
+    at_least_one(config, "iterations", "marks", "width", "steps", "evaluations", "workers")
+    not_empty(config, "seeds", "meta_seeds", "grid_seeds", "lrs", "steps", "amounts")
     judge = Judge(config)  # data that are missing are told before anything is written
     rows = Rows(config.out, "pendulum", replace(config, workers=1, compiled=True))
     with closing(Bench(config, judge, rows, progress)) as bench:

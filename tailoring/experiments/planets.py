@@ -12,6 +12,7 @@ from lightning_fabric import Fabric
 
 from . import _nbody
 from ._cache import checksum
+from ._checks import at_least_one, make_fabric, not_empty
 from ._planets_bench import Bench, evaluate, trivial
 from ._planets_plan import Config as Config
 from ._planets_plan import Training, plan
@@ -23,8 +24,10 @@ from ._train import Progress, Schedule, train, trained
 
 def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
     """Run what has not been run yet; the rows are in `config.out`."""
+    at_least_one(config, "stride", "width", "epochs", "batch", "ttt_batch", "rollout", "rollouts", "at_once", "chunk")
+    not_empty(config, "seeds", "lrs", "ttt_lrs", "output_lrs")
     torch.set_float32_matmul_precision(config.matmul)
-    fabric = Fabric(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision)
+    fabric = make_fabric(config, devices=config.devices, strategy=config.strategy)
     chosen = _chosen(config, fabric.world_size)
     fabric.launch()
     rows = Rows(config.out, "planets", config, str(fabric.device)) if fabric.is_global_zero else None

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
 from torch import nn
 
 from tailoring import Tailored
 from tailoring.nn import load_weights
 
 from . import certify
+from ._checks import make_fabric
 from ._classifiers import Tailoring, build, for_classes, read_weights, tailored
 from ._images import Images, Splits, TensorImages, cifar10_splits, data_folder, folder_splits, made_splits
 from ._rows import Rows
@@ -37,7 +37,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     todo = _chosen(config)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True  # the same shapes come again and again
-    fabric: Any = Fabric(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, precision=config.precision)
+    fabric: Any = make_fabric(config, devices=config.devices, strategy=config.strategy)
     fabric.launch()
     bench = Bench(config, _images(config, fabric, progress), fabric, progress)
     bench.check_start(todo)
