@@ -186,12 +186,13 @@ class Tailored(Fitting):
         if self.rule.searches and "optimizer" in changes:
             del settings["keep"]  # its own, not the user's
         settings["compile"] = False if self.compile_options is None else self.compile_options
-        descent = _OF_THE_RULE - {"optimizer"}
         if isinstance(self.rule, Descent) and "optimizer" not in changes:
-            settings |= {name: getattr(self.rule, name) for name in descent}
+            settings |= {name: getattr(self.rule, name) for name in _OF_THE_DESCENT}
         elif not isinstance(self.rule, Descent) and "optimizer" not in changes:
-            if changes.keys() & descent:
-                raise ValueError(f"{sorted(changes.keys() & descent)[0]} belongs to gradient descent; this model uses {self.rule!r}")
+            if changes.keys() & _OF_THE_DESCENT:
+                raise ValueError(
+                    f"{sorted(changes.keys() & _OF_THE_DESCENT)[0]} belongs to gradient descent; this model uses {self.rule!r}"
+                )
             settings["optimizer"] = self.rule.optimizer if isinstance(self.rule, Functional) else self.rule
         other = Tailored(self.net, **(settings | changes))
         other.training = self.training
@@ -203,7 +204,7 @@ class Tailored(Fitting):
         return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OF_THE_RULE:
+        if name in _OF_THE_DESCENT:
             raise AttributeError(f"model.{name} = ... would change nothing: model.replace({name}=...) is the same model with another")
         super().__setattr__(name, value)
 
@@ -351,7 +352,7 @@ def _told(leaf: Any) -> Any:
     return float if isinstance(leaf, float) else repr(leaf)
 
 
-_OF_THE_RULE = {"lr", "momentum", "clip", "proximal", "optimizer"}
+_OF_THE_DESCENT = {"lr", "momentum", "clip", "proximal"}
 _MOST_PLACES = 64  # kinds of inputs that are remembered
 _TOO_MANY = (
     "this model asked for more programs than are kept, and answers in eager mode from now on: is it called with a number that is another "

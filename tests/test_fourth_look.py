@@ -119,7 +119,7 @@ class TestSettings:
         model = Tailored(small(), to_one, lr={"*.gamma": 1e-1, "*": 1e-3}).prepare(x)
         assert (model.rule.rate("1.gamma", 0), model.rule.rate("1.beta", 0)) == (1e-1, 1e-3)
 
-    @pytest.mark.parametrize("name", ["lr", "momentum", "clip", "proximal", "optimizer"])
+    @pytest.mark.parametrize("name", ["lr", "momentum", "clip", "proximal"])
     def test_settings_of_the_descent_are_not_attributes(self, name):
         with pytest.raises(AttributeError, match=rf"model.replace\({name}=...\)"):
             setattr(Tailored(small(), to_one), name, 0.5)
