@@ -189,10 +189,8 @@ class Tailored(Fitting):
         if isinstance(self.rule, Descent) and "optimizer" not in changes:
             settings |= {name: getattr(self.rule, name) for name in _OF_THE_DESCENT}
         elif not isinstance(self.rule, Descent) and "optimizer" not in changes:
-            if changes.keys() & _OF_THE_DESCENT:
-                raise ValueError(
-                    f"{sorted(changes.keys() & _OF_THE_DESCENT)[0]} belongs to gradient descent; this model uses {self.rule!r}"
-                )
+            if foreign := sorted(changes.keys() & _OF_THE_DESCENT):
+                raise ValueError(f"{foreign[0]} belongs to gradient descent; this model uses {self.rule!r}")
             settings["optimizer"] = self.rule.optimizer if isinstance(self.rule, Functional) else self.rule
         other = Tailored(self.net, **(settings | changes))
         other.training = self.training
