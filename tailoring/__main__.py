@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -46,8 +47,11 @@ def main(args: list[str] | None = None) -> int:
         found = _main(args)
         sys.stdout.flush()
         return found
-    except BrokenPipeError:  # of `| head`, which has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that nothing fails at the end
+    except BrokenPipeError as error:
+        if not _stdout_is_closed():
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `| head` has seen enough; nothing is to fail at the end, either
         return 0
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
@@ -55,6 +59,13 @@ def main(args: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _stdout_is_closed() -> bool:
+    """Whether nobody reads it any more; another pipe that breaks is an error."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _main(args: list[str]) -> int:
@@ -161,7 +172,11 @@ def _report(experiment: Any, name: str, args: list[str]) -> int:
 
 
 def _show(experiment: Any, out: Path) -> int:
-    print(experiment.report(out))
+    try:
+        print(experiment.report(out))
+    except OSError as error:
+        print(getattr(error, "tables", ""))  # of a folder that cannot be written to
+        raise
     print(f"\nrows and all that is made of them: {out}")
     return 0
 

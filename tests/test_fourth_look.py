@@ -217,13 +217,13 @@ class TestTheory:
 
     def test_the_last_site_is_behind_an_activation_that_works_in_place(self):
         views, targets = torch.randn(3, 4).double(), torch.tensor([1.0, -2.0, 3.0]).double()
-        act = nn.ReLU(inplace=True)
-        net = nn.Sequential(nn.Linear(4, 8), act, nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1)).double()
+        first, second = nn.ReLU(inplace=True), nn.ReLU(inplace=True)
+        net = nn.Sequential(nn.Linear(4, 32), first, nn.Linear(32, 32), second, nn.Linear(32, 1)).double()
         layer = theory.last_layer(net, views)
         assert layer.site == "3"
-        if layer.reaches_all:
-            answers = Tailored(net, to_one, adapt=layer.adapt).predict(views, layer.state(targets))
-            torch.testing.assert_close(answers[:, 0], targets)
+        assert layer.reaches_all
+        answers = Tailored(net, to_one, adapt=layer.adapt).predict(views, layer.state(targets))
+        torch.testing.assert_close(answers[:, 0], targets)
 
     @pytest.mark.parametrize(
         "layers",
@@ -340,15 +340,23 @@ class TestCommands:
         tables = capsys.readouterr().out
         (tmp_path / "report.html").unlink()
         (tmp_path / "report.html").mkdir()
-        assert main(["report", "toy", "--out", str(tmp_path)]) == 0
+        assert main(["report", "toy", "--out", str(tmp_path)]) == 1
         shown = capsys.readouterr()
-        assert shown.out == tables
-        assert "figures and page were not written: " in shown.err
+        assert shown.out.strip() == tables.split("\n\nrows and all")[0].strip()
+        assert "error: the figures and the page were not written: " in shown.err
 
     def test_a_reader_that_has_seen_enough_is_no_error(self):
         command = f"{sys.executable} -m tailoring --help | true; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
         assert (done.returncode, done.stderr) == (0, "")
+
+    def test_another_pipe_that_breaks_is_an_error(self, monkeypatch, capsys):
+        def breaks(_args):
+            raise BrokenPipeError("a worker is gone")
+
+        monkeypatch.setattr("tailoring.__main__._main", breaks)
+        assert main(["run", "toy"]) == 1
+        assert "error: a worker is gone" in capsys.readouterr().err
 
     def test_a_benchmark_refuses_what_it_does_not_know_before_it_measures(self, tmp_path, capfd):
         assert main(["bench", "architectures", "--networks", "nope"]) == 1

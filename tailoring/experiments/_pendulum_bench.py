@@ -106,7 +106,12 @@ def _begin_to_work() -> None:
     """In a process of its own, which ends with the one that started it, even if that was killed."""
     torch.set_num_threads(1)
     if (parent := parent_process()) is not None:
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
 
 
 class Judge:

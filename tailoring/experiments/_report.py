@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import io
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,13 +110,20 @@ class Picture:
         return out.getvalue()
 
 
+class NotWrittenError(OSError):
+    """The tables are there all the same, to be shown."""
+
+    def __init__(self, why: str, tables: str):
+        super().__init__(f"the figures and the page were not written: {why}")
+        self.tables = tables
+
+
 def write(folder: Path, title: str, about: str, tables: Sequence[Table], pictures: Sequence[Picture]) -> list[Path]:
-    """The figures as PNG and SVG, and one HTML page that holds everything; none where nothing can be written."""
+    """The figures as PNG and SVG, and one HTML page that holds everything."""
     try:
         return _written(folder, title, about, tables, pictures)
     except OSError as error:
-        print(f"figures and page were not written: {error}", file=sys.stderr)
-        return []
+        raise NotWrittenError(str(error), "\n\n".join(table.text() for table in tables)) from None
 
 
 def _written(folder: Path, title: str, about: str, tables: Sequence[Table], pictures: Sequence[Picture]) -> list[Path]:

@@ -100,7 +100,7 @@ def conditions(model: nn.Module, views: Tensor) -> Conditions:
 
 
 def _kind(call: ModuleCall) -> str:
-    """ "" of what changes nothing."""
+    """What a module is to the theorem; nothing at all if it changes nothing."""
     module = call.module
     if isinstance(module, nn.Linear):
         return "linear"
