@@ -17,7 +17,7 @@ from ._kernels import may_look
 from ._trees import tensors
 
 Out = TypeVar("Out", bound=tuple[Any, ...])
-_SAME = 1e-3  # how far, relative to its row, a sum may be from that of the first time, which came from the same kernels
+_SAME = 1e-3  # how far, relative to the largest of its row, a number may be from that of the first time, which came from the same kernels
 _SMALL = 1e-4
 
 
@@ -38,14 +38,15 @@ class _Recomputed:
         self.versions = [(id(t), t._version) for t in needed()]
         self.autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         self.saved: list[weakref.ref[_Saved]] = []  # in the order of saving; they live as long as the graph needs them
-        self.first: list[Tensor] = []
+        self.first: list[Tensor] = []  # losses, or an answer
+        self.digests: list[Tensor] = []  # of a gradient, which is as large as the state
 
     def run(self) -> tuple[Any, ...]:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             out = self.compute()
         for saved in filter(None, (ref() for ref in self.saved)):
             saved.tensor = None
-        self.first = _digests(out)
+        self.first, self.digests = [t.detach() for t in tensors(out[0])], _digests(out[1:])
         return out
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -82,24 +83,25 @@ class _Recomputed:
                 saved.hold(tensor)
 
     def _same(self, again: tuple[Any, ...]) -> bool:
-        """Up to what rounding may do; a query's numbers are not to be hidden by the large ones of another."""
+        """Number by number, up to what rounding may do to a small one; a query's are not to be hidden by the large ones of another.
+
+        Losses alone would not do: a constant in them hides what noise does to them, and not to their gradient.
+        """
         if not may_look():
             return True
-        found = _digests(again)
-        if [t.shape for t in found] != [t.shape for t in self.first]:
+        found, digests = [t.detach() for t in tensors(again[0])], _digests(again[1:])
+        if len(found) != len(self.first) or [t.shape for t in digests] != [t.shape for t in self.digests]:
             return False
         largest: dict[int, Tensor] = {}  # by rows: a tensor much smaller than the others of a row may be nothing but rounding
-        for t in self.first:
-            largest[len(t)] = torch.maximum(t[:, 0], largest.get(len(t), t[:, 0]))
-        return all(_alike(a, b, _SMALL * largest[len(b)]) for a, b in zip(found, self.first, strict=True))
+        for t in self.digests:
+            largest[len(t)] = torch.maximum(t[:, :1], largest.get(len(t), t[:, :1]))
+        same = all(map(_alike, found, self.first))
+        return same and all(_alike(a, b, _SMALL * largest[len(b)]) for a, b in zip(digests, self.digests, strict=True))
 
 
-def _digests(out: tuple[Any, ...]) -> list[Tensor]:
-    """Of each tensor, (rows, 2): the sizes of a row's numbers added up, and the numbers, each with a weight of its own.
-
-    The losses would not do: a constant in them hides what noise does to them, and not to their gradient, which is as large as the state.
-    """
-    return [_digest(t.detach()) for t in tensors(out) if t.numel() and t.is_floating_point()]
+def _digests(parts: tuple[Any, ...]) -> list[Tensor]:
+    """Of each tensor, (rows, 2): the sizes of a row's numbers added up, and the numbers, each with a weight of its own."""
+    return [_digest(t.detach()) for t in tensors(parts) if t.numel() and t.is_floating_point()]
 
 
 def _digest(t: Tensor) -> Tensor:
@@ -108,9 +110,14 @@ def _digest(t: Tensor) -> Tensor:
     return torch.stack([rows.abs().sum(1), rows @ weights], 1)
 
 
-def _alike(a: Tensor, b: Tensor, least: Tensor) -> bool:
-    size = torch.maximum(b[:, 0], least)[:, None].nan_to_num(0.0, 0.0, 0.0).clamp(min=torch.finfo(b.dtype).tiny)
-    return torch.allclose(a / size, b / size, rtol=0.0, atol=_SAME, equal_nan=True)
+def _alike(a: Tensor, b: Tensor, least: Tensor | None = None) -> bool:
+    if not b.is_floating_point() or not b.numel():
+        return a.shape == b.shape
+    rows = b.reshape(b.shape[0] if b.ndim else 1, -1)
+    size = rows.nan_to_num(0.0, 0.0, 0.0).abs().amax(1, keepdim=True)  # of the row's largest number
+    size = (size if least is None else torch.maximum(size, least.nan_to_num(0.0, 0.0, 0.0))).clamp(min=torch.finfo(b.dtype).tiny)
+    there, here = ((t.reshape(rows.shape) / size) for t in (b, a))
+    return torch.allclose(here, there, rtol=0.0, atol=_SAME, equal_nan=True)
 
 
 def recomputed(compute: Callable[[], Out], needed: Callable[[], Iterable[Tensor]], device: torch.device) -> Out:
