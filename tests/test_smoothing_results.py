@@ -521,7 +521,7 @@ def test_parts_that_are_missing_are_left_out(tmp_path, finished):
     assert "Does the step itself help?" not in text
 
 
-@pytest.mark.parametrize("name", ["smoothing", "smoothing-seed1", "imagenette"])
+@pytest.mark.parametrize("name", ["smoothing", "smoothing-seed1", "macer", "imagenette"])
 def test_the_tables_in_the_docs_are_those_of_the_committed_rows(name):
     folder = ROOT / "docs" / "experiments" / name
     page = folder.with_suffix(".md").read_text()
