@@ -455,6 +455,25 @@ def test_a_run_from_before_a_setting_was_known_goes_on_with_its_default_only(fin
         smoothing.run(replace(config, probe_copies=smoothing.Config().probe_copies, inner=replace(config.inner, lr=0.2)))
 
 
+def test_what_is_finished_wants_no_weights(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "out", ignore=shutil.ignore_patterns("weights"))
+    before = len((folder / "rows.jsonl").read_text().splitlines())
+    smoothing.run(tiny(folder))
+    assert not (folder / "weights").exists()
+    assert len((folder / "rows.jsonl").read_text().splitlines()) == before + 1  # the session
+    smoothing.run(tiny(folder, only=("s0.5-control",)))  # asked for by itself
+    assert sorted(path.stem for path in (folder / "weights").glob("*.safetensors")) == ["s0.5-base", "s0.5-control"]
+
+
+def test_a_trained_network_is_certified_without_what_it_started_from(finished, tmp_path):
+    (tmp_path / "weights").mkdir()
+    shutil.copy(finished / "weights" / "s0.5-control.safetensors", tmp_path / "weights")
+    smoothing.run(tiny(tmp_path, only=("s0.5-control-n60",)))
+    assert [path.stem for path in (tmp_path / "weights").glob("*.safetensors")] == ["s0.5-control"]
+    ours, theirs = (Results(folder).test(0.5, 60)["control"].tensors() for folder in (tmp_path, finished))
+    assert all(map(torch.equal, ours, theirs))
+
+
 def test_a_killed_certification_goes_on_to_the_same_rows(finished, tmp_path):
     shutil.copytree(finished / "weights", tmp_path / "weights")
     config = tiny(tmp_path, only=("s0.5-meta-n60",))

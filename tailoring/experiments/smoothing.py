@@ -44,9 +44,10 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     rows = Rows(config.out, "smoothing", config, str(fabric.device)) if fabric.is_global_zero else None
     if rows is not None and not rows.has(kind="data"):
         rows.add(kind="data", classes=len(bench.images.classes), test=len(bench.images.test))
-    for number, item in enumerate(todo):
-        progress("groups", number, len(todo))
-        for t in _needed(config, item):
+    left = fabric.broadcast(_left(todo, rows) if rows is not None else todo)
+    for number, item in enumerate(left):
+        progress("groups", number, len(left))
+        for t in bench.needed(item):
             bench.train(t, rows)
         if isinstance(item, Certification) and rows is not None:
             bench.certify(item, rows)
@@ -67,10 +68,12 @@ def _chosen(config: Config) -> list[Item]:
     return chosen
 
 
-def _needed(config: Config, item: Item) -> list[Training]:
-    """The trainings that must be finished, in their order."""
-    t = item if isinstance(item, Training) else item.training
-    return [base(config, t.sigma), t] if t.start else [t]
+def _left(items: list[Item], rows: Rows) -> list[Item]:
+    """What has no row yet. A network whose weights are gone is trained anew if something is left to do with it, or if it alone is wanted."""
+    used = {item.training for item in items if not isinstance(item, Training)}
+    kinds = {Training: "trained", Certification: "certified", Probe: "probed"}
+    over = {item for item in items if rows.has(kind=kinds[type(item)], name=item.name)}
+    return [item for item in items if item not in over or (isinstance(item, Training) and item not in used)]
 
 
 def _images(config: Config, fabric: Any, progress: Progress) -> Splits:
@@ -88,6 +91,11 @@ class Bench:
     def __init__(self, config: Config, images: Splits, fabric: Any, progress: Progress):
         self.config, self.images, self.fabric, self.progress = config, images, fabric, progress
         self.weights = config.out / "weights"
+
+    def needed(self, item: Item) -> list[Training]:
+        """The trainings that must be finished, in their order."""
+        t = item if isinstance(item, Training) else item.training
+        return [base(self.config, t.sigma), t] if t.start and trained(self.weights, t.name) is None else [t]
 
     def train(self, t: Training, rows: Rows | None) -> None:
         """Train it unless that was done; on every process."""
@@ -138,7 +146,7 @@ class Bench:
 
     def check_start(self, items: list[Item]) -> None:
         """Refuse pre-trained weights now, if they are needed and do not fit."""
-        needed = (t for item in items for t in _needed(self.config, item) if not t.start)
+        needed = (t for item in items for t in self.needed(item) if not t.start)
         first = next((t for t in needed if trained(self.weights, t.name) is None), None)
         if first is not None:
             self.network(first)
@@ -157,8 +165,6 @@ class Bench:
         return right / count
 
     def certify(self, c: Certification, rows: Rows) -> None:
-        if rows.has(kind="certified", name=c.name):
-            return
         began, (images, every, most) = time.monotonic(), self.certified_images(c)
         if not rows.has(kind="certification", name=c.name):
             rows.add(kind="certification", name=c.name, **c.fields)
@@ -166,8 +172,6 @@ class Bench:
         rows.add(kind="certified", name=c.name, seconds=_since(began))
 
     def probe(self, p: Probe, rows: Rows) -> None:
-        if rows.has(kind="probed", name=p.name):
-            return
         began, config, part = time.monotonic(), self.config, self.images.validation
         net = self.network(replace(p.training, start=p.training.name)).eval()
         some = TensorImages(part.images[: config.probe_images], part.labels[: config.probe_images])
