@@ -323,7 +323,8 @@ ROLES = ["plain", "control", "control-frozen", "tailored", "tailored-0", "meta",
 def test_a_run_holds_every_method_and_control(finished):
     results = Results(finished)
     assert results.settings() == [(0.5, 60), (0.25, 60), (0.5, 120)]
-    extra = [f"{m}{end}" for m in ("macer", "smoothadv") for end in ("", "-meta", "-meta-0", "-control")] + ["scratch", "scratch-0"]
+    extra = [f"{m}{end}" for m in ("macer", "smoothadv") for end in ("", "-meta", "-meta-0", "-control")]
+    extra += [f"scratch{end}" for end in ("", "-0", "-control")]
     assert set(results.test(0.5, 60)) == {*ROLES, *extra}
     assert set(results.test(0.25, 60)) == set(results.test(0.5, 120)) == set(ROLES)
     for c in results.found.values():
@@ -336,7 +337,7 @@ def test_a_run_holds_every_method_and_control(finished):
 def test_controls_make_as_many_updates(finished, tmp_path, monkeypatch):
     others = [[method, f"{method}-control", f"{method}-meta"] for method in ("macer", "smoothadv")]
     rows = {row["name"]: row for row in read(finished / "rows.jsonl") if row["kind"] == "trained"}
-    for group in (["control", "control-frozen", "meta"], ["base", "scratch"], *others):
+    for group in (["control", "control-frozen", "meta"], ["base", "scratch", "scratch-control"], *others):
         assert len({rows[f"s0.5-{role}"]["updates"] for role in group}) == 1
     counted = {}
     step = torch.optim.SGD.step

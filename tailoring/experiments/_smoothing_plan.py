@@ -130,9 +130,7 @@ def plan(config: Config) -> Iterator[Certification | Probe]:
     if "smoothadv" in config.extras:
         yield from _other_method(config, first, "smoothadv", config.smoothadv_epochs)
     if "scratch" in config.extras:
-        scratch = replace(base(config, first), role="scratch", inner=config.inner)
-        yield Certification(scratch, "scratch", config.inner, config.n)
-        yield Certification(scratch, "scratch-0", replace(config.inner, steps=0), config.n)
+        yield from _scratch(config, first)
     if "probes" in config.extras:
         yield from _probes(config, first)
     if "search" in config.extras:
@@ -143,6 +141,10 @@ def plan(config: Config) -> Iterator[Certification | Probe]:
 
 def base(config: Config, sigma: float) -> Training:
     return Training("base", sigma, "noise", config.epochs, config.rate, config.batch, _plain())
+
+
+def from_scratch(config: Config, sigma: float) -> Training:
+    return replace(base(config, sigma), role="scratch", inner=config.inner)
 
 
 def on_top(config: Config, sigma: float, role: str, **changes: Any) -> Training:
@@ -183,6 +185,14 @@ def _other_method(config: Config, sigma: float, method: Method, epochs: int) -> 
     yield Certification(training(f"{method}-control", zero), f"{method}-control", zero, config.n)
 
 
+def _scratch(config: Config, sigma: float) -> Iterator[Certification]:
+    """Meta-tailored from the first epoch on, and the very same training without any step."""
+    zero, scratch = replace(config.inner, steps=0), from_scratch(config, sigma)
+    yield Certification(scratch, "scratch", config.inner, config.n)
+    yield Certification(scratch, "scratch-0", zero, config.n)
+    yield Certification(replace(scratch, role="scratch-control", inner=zero), "scratch-control", zero, config.n)
+
+
 def _search(config: Config, sigma: float) -> Iterator[Certification]:
     """The paper's: tailoring alone, on the trained network."""
     for role, inner in _searched(config, sigma):
@@ -204,11 +214,13 @@ def _regimes(config: Config, sigma: float) -> Iterator[Certification]:
 
 
 def _probes(config: Config, sigma: float) -> Iterator[Probe]:
-    """All that the search and the regimes try, and the main table's meta-tailored network."""
+    """All that the search and the regimes try, and the meta-tailored networks of the main table."""
     trained = base(config, sigma)
     for role, inner in _searched(config, sigma):
         yield Probe(trained, role, inner)
     yield Probe(on_top(config, sigma, "meta"), "meta", config.inner)
+    if "scratch" in config.extras:
+        yield Probe(from_scratch(config, sigma), "scratch", config.inner)
     for training, role, inner in _tried(config, sigma):
         yield Probe(training, role, inner)
 

@@ -69,7 +69,7 @@ def _chosen(config: Config) -> list[Item]:
 
 
 def _left(items: list[Item], rows: Rows) -> list[Item]:
-    """What has no row yet. A network whose weights are gone is trained anew if something is left to do with it, or if it alone is wanted."""
+    """What has no row yet. A network whose weights are gone is trained anew if something is left to do with it, or it alone is wanted."""
     used = {item.training for item in items if not isinstance(item, Training)}
     kinds = {Training: "trained", Certification: "certified", Probe: "probed"}
     over = {item for item in items if rows.has(kind=kinds[type(item)], name=item.name)}
