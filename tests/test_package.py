@@ -75,7 +75,24 @@ def test_public_names_are_documented():
     assert not undocumented
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_links_of_the_docs_lead_somewhere(page):
+    words = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / page).read_text(), flags=re.S)  # code calls model.blocks[0](x), which is no link
+    links = re.findall(r"\]\(([^)\s]+)\)", words)
+    local = [link.split("#")[0] for link in links if not link.startswith(("http:", "https:", "#"))]
+    assert [link for link in local if not ((ROOT / page).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("index", ["docs/index.md", "mkdocs.yml"])
+def test_every_page_is_listed(index):
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / index).read_text()))
+    assert {page.removeprefix("docs/") for page in PAGES} - {"README.md", "index.md"} <= listed
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_examples_in_the_docs_run(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     namespace: dict[str, object] = {}
