@@ -20,6 +20,11 @@ def pytest_collection_finish():
     gc.freeze()  # what was imported stays: tests that compile took a tenth longer to look for garbage in it again and again
 
 
+@pytest.fixture
+def seeded():
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item):
     """The mark `no_cover` in xdist's workers too: pytest-cov starts coverage twice there and halts one: dynamo was still watched."""

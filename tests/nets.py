@@ -19,6 +19,24 @@ def mlp(features: int = 4, width: int = 6, depth: int = 2, act: type[nn.Module] 
     return nn.Sequential(*layers, nn.Linear(width, features)).double()
 
 
+def float_mlp(*, out: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, out))
+
+
+def mlp_of_8() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def small(inputs: int = 3, outputs: int = 2) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+
+
+def data(queries: int = 4) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of `small`, drawn as its weights are: for tests with the fixture `seeded`."""
+    return torch.randn(queries, 3).double(), torch.randn(queries, 2).double()
+
+
 def queries(count: int = 5, features: int = 4, seed: int = 1) -> Tensor:
     return torch.randn(count, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -39,6 +57,18 @@ def answer_size(model, *args, **kwargs) -> Tensor:
     return (out - torch.linspace(-1, 2, out.shape[1], dtype=out.dtype)).square().mean(1)
 
 
+def size(model, x: Tensor) -> Tensor:
+    return model(x).square().sum(1)
+
+
+def to_one(model, *x: Tensor) -> Tensor:
+    return (model(*x) - 1).square().flatten(1).sum(1)
+
+
+def one_by_one(model, *x: Tensor) -> Tensor:
+    return torch.cat([model(*(t[i : i + 1] for t in x)) for i in range(len(x[0]))])
+
+
 def summed_error(prediction: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(prediction, target, reduction="sum")
 
@@ -54,6 +84,41 @@ PER_QUERY = {
 }
 ADAPTERS = PER_QUERY | {"Shared": lambda: Shared(CN(nn.Tanh))}
 MODES = ("none", "last", "all")
+
+
+class Timed(nn.Module):
+    """Given a number beside its queries; counts the passes that are not compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.passes = float_mlp(), 0
+
+    def forward(self, x, time):
+        if not torch.compiler.is_compiling():
+            self.passes += 1
+        return self.body(x) * time
+
+
+class Reached(nn.Module):
+    """Its parts can be reached in many ways."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.t, self.b = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
+        self.listed, self.named = [self.a, self.t], {"a": self.a, "t": self.t}
+
+    def enc(self, x):
+        return self.t(self.a(x))
+
+    def part(self, name):
+        return getattr(self, name)
+
+    def generated(self, x):
+        yield self.enc(x)
+
+    def forward(self, x):
+        return self.b(self.enc(x))
 
 
 class BasicBlock(nn.Module):

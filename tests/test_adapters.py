@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import BasicBlock, Recurrent, ResNet, architecture, drift, mlp, queries
+from nets import BasicBlock, Recurrent, ResNet, architecture, drift, float_mlp, mlp, queries
 from torch import nn
 
-from tailoring import CN, Shift, Tailored, Weights
+from tailoring import CN, LBFGS, Shift, Tailored, Weights
 from tailoring.baselines import Output, Shared
 from tailoring.nn import ResidualMLP
 
@@ -163,6 +163,37 @@ def test_a_state_serves_several_rows_of_its_query(adapt):
     torch.testing.assert_close(rows, model(x).repeat_interleave(2, 0))
 
 
+class OneNumber(nn.Module):
+    """An answer without dimensions of its own, and a parameter without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = float_mlp(out=1), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.scale * self.body(x).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": 0.9}, {"clip": 0.1}, {"stop": 1e-9}, {"keep": "best"}, {"backprop": "all"}, {"optimizer": LBFGS()}]
+)
+@pytest.mark.parametrize("adapt", [Output(), Weights(how="vmap"), Weights()], ids=repr)
+def test_a_query_may_own_a_single_number(adapt, settings):
+    if "optimizer" in settings and adapt.outer_products:
+        pytest.skip("L-BFGS needs a state of tensors")
+    x = torch.randn(4, 3)
+    broken = x.clone()
+    broken[2] = torch.nan
+    net = OneNumber()
+    adapt = Weights("scale", how=adapt.how) if isinstance(adapt, Weights) else adapt  # the rest has a test of its own, and warns
+    model = Tailored(net, lambda m, x: (m(x) - x.sum(1)).square(), adapt=adapt, steps=3, lr=1e-2, **settings)
+    answers, trace = model(broken), model.trace(x)
+    assert (trace.losses[-1] < trace.losses[0]).all()
+    torch.testing.assert_close(trace.prediction, model(x))
+    torch.testing.assert_close(answers[[0, 1, 3]], model(x)[[0, 1, 3]])
+    assert answers[2].isnan()
+
+
 def test_the_loop_and_vmap_are_the_same():
     net, x = mlp(), queries()
     one, other = (
@@ -248,6 +279,12 @@ def test_output_refuses_what_it_cannot_reach(loss, reason):
     net.body = nn.Linear(4, 4).double()
     with pytest.raises(ValueError, match=f"Output optimises the prediction itself.*{reason}"):
         Tailored(net, loss, adapt=Output())(queries())
+
+
+def test_a_compiled_offset_of_the_answer_refuses_views_too():
+    model = Tailored(float_mlp(), lambda m, x: (m(x) - m(x + 0.1)).square().sum(1), adapt=Output(), compile={"backend": "eager"})
+    with torch.no_grad(), pytest.raises(ValueError, match="other inputs than the query"):
+        model(torch.randn(4, 3))
 
 
 def test_shared_fits_one_state_to_the_mean_loss_of_the_batch():

@@ -209,3 +209,14 @@ def test_no_round_is_refused(capfd):
 def test_a_case_that_there_is_not_is_named(capfd):
     assert main(["bench", "overhead", "--only", "by foot"]) == 1
     assert "no case 'by foot' (there is: by hand, tailored, plain)" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_benchmark_refuses_what_it_does_not_know_before_it_measures(tmp_path, capfd):
+    assert main(["bench", "architectures", "--networks", "nope"]) == 1
+    assert "--networks: no 'nope'" in capfd.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["bench", "overhead", "--out", str(tmp_path / "file" / "rows.jsonl")]) == 1
+    shown = capfd.readouterr()
+    assert "error: --out: " in shown.err
+    assert "ms" not in shown.out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +250,18 @@ def test_another_setting_does_not_mix_into_the_rows(made, tmp_path, capsys):
     assert main(["certify", *arguments(made, tmp_path, "--images", "1")]) == 0
     assert main(["certify", *arguments(made, tmp_path, "--images", "1", "--sigma", "0.25")]) == 1
     assert "sigma: 0.5 there, 0.25 now" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("seeded")
+def test_certificates_of_another_kind_of_device_are_not_gone_on_with(tmp_path):
+    device = {"kind": "session", "device": "NVIDIA H200"}
+    rows = [{"kind": "config"}, device, {"kind": "image", "index": 0}, {**device, "device": "x86_64 CPU, 1 threads"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = certify.Config(weights=tmp_path, out=tmp_path, accelerator="cpu")
+    certify._refuse_other_device(config, [0])  # all is done
+    certify._refuse_other_device(replace(config, engine="ray"), [0, 1])
+    with pytest.raises(ValueError, match="made on cuda, whose noise is not that of cpu"):
+        certify._refuse_other_device(config, [0, 1])
 
 
 def test_a_damaged_cifar_file_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from nets import drift, mlp, queries
+from nets import Timed, drift, mlp, queries
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.runtime.benchmarking import InductorBenchmarker, benchmarker
@@ -82,6 +82,17 @@ def test_old_sizes_may_be_compiled_anew_and_other_models_do_not_count(monkeypatc
         other(queries(4))
     assert len(made) == 4
     assert len(made_for_other) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call")
+def test_more_programs_than_are_kept_are_answered_in_eager_mode(monkeypatch):
+    monkeypatch.setattr("tailoring._compiled._PROGRAMS", 3)
+    net, x = Timed(), torch.randn(4, 3)
+    loss = lambda m, x, time: m(x, time).square().sum(1)  # noqa: E731
+    model, eager = Tailored(net, loss, compile={"backend": "eager"}), Tailored(net, loss)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2), pytest.warns(UserWarning, match="Give that as a tensor"):
+        answers = [model(x, 1 + i / 100) for i in range(5)]
+    torch.testing.assert_close(answers, [eager(x, 1 + i / 100) for i in range(5)])
 
 
 def test_chunks_share_one_program():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import drift, mlp, queries
+from nets import data, drift, mlp, queries, small, to_one
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -62,6 +62,20 @@ def test_wrong_kinds_are_told(make, message):
 def test_lbfgs_checks_its_settings():
     with pytest.raises(ValueError, match="first_step > 0"):
         LBFGS(first_step=0.0)
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("settings", [{"momentum": 0.5}, {"clip": 1.0}, {"proximal": 0.1}], ids=str)
+def test_another_optimiser_takes_no_settings_of_the_descent(settings):
+    with pytest.raises(ValueError, match="are gradient descent's"):
+        Tailored(small(), to_one, optimizer=LBFGS(), **settings)
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("name", ["lr", "momentum", "clip", "proximal"])
+def test_settings_of_the_descent_are_not_attributes(name):
+    with pytest.raises(AttributeError, match=rf"model.replace\({name}=...\)"):
+        setattr(Tailored(small(), to_one), name, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +221,16 @@ def test_seeds_are_checked():
 def test_a_rate_for_every_name_is_needed():
     with pytest.raises(ValueError, match=r"lr names no step size for '1\.beta'"):
         tailored(lr={"*.gamma": 0.1})(queries())
+
+
+@pytest.mark.usefixtures("seeded")
+def test_of_patterns_the_first_counts_and_one_that_never_does_is_refused():
+    x, _ = data()
+    for lr in ({"*": 1e-3, "*.gamma": 1e-1}, {"*.gama": 0.1, "*": 1e-3}):
+        with pytest.raises(ValueError, match=r"the step size of nothing .* the state has: 1.gamma, 1.beta"):
+            Tailored(small(), to_one, lr=lr)(x)
+    model = Tailored(small(), to_one, lr={"*.gamma": 1e-1, "*": 1e-3}).prepare(x)
+    assert (model.rule.rate("1.gamma", 0), model.rule.rate("1.beta", 0)) == (1e-1, 1e-3)
 
 
 def test_vmap_failures_tell_of_the_loop():

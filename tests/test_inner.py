@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torchopt
-from nets import answer_size, drift, energy, mlp, queries, summed_error
+from nets import Reached, answer_size, drift, energy, mlp, queries, summed_error, to_one
 from torch import nn
 
 from tailoring import CN, LBFGS, Descent, Shift, Tailored, Weights, outer_losses
@@ -300,6 +301,17 @@ def test_settings_can_be_replaced():
     with pytest.raises(ValueError, match="lr belongs to gradient descent"):
         tailored.replace(optimizer=LBFGS()).replace(lr=0.1)
     assert isinstance(tailored.replace(optimizer=LBFGS()).replace(optimizer=Descent(0.1)).rule, Descent)
+
+
+def test_the_loss_can_be_replaced_and_a_search_leaves_no_setting_behind():
+    net, x = Reached(), torch.randn(4, 3)
+    model = Tailored(net, to_one, steps=np.int64(2), lr=0.1)
+    other = model.replace(loss=lambda m, x: m(x).square().sum(1))
+    assert other.net is net
+    torch.testing.assert_close(other(x), Tailored(net, lambda m, x: m(x).square().sum(1), steps=2, lr=0.1)(x))
+    searching = model.replace(optimizer=LBFGS())
+    assert searching.keep == "best"
+    assert searching.replace(optimizer=None, lr=0.1).keep == "last"
 
 
 def test_weights_of_a_part_leave_the_rest_alone():

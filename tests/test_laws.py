@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
-from nets import ADAPTERS, ARCHITECTURES, MODES, PER_QUERY, answer_size, architecture, drift, mlp, queries, summed_error
+from nets import ADAPTERS, ARCHITECTURES, MODES, PER_QUERY, answer_size, architecture, drift, float_mlp, mlp, queries, size, summed_error
 from torch import nn
 
 from tailoring import CN, Inputs, Shift, Tailored, Weights, outer_losses
@@ -64,6 +65,26 @@ def test_zero_steps_are_the_model_itself_bit_for_bit(adapter, backprop):
 def test_the_identity_state_changes_nothing(adapter):
     model, x = tailored(adapter), queries()
     assert_same(next(model.path(x)), model.net(x))
+
+
+@pytest.mark.parametrize("how", ["loop", "vmap"])
+def test_zero_steps_are_the_model_while_another_thread_has_its_weights(how):
+    net, x = float_mlp(), torch.randn(4, 3)
+    expected, zero, done = net(x).detach(), Tailored(net, size, steps=0), threading.Event()
+    copies = Tailored(net, size, adapt=Weights(how=how), steps=2, lr=0.1)
+
+    def busy():
+        for _ in range(10):
+            copies(x)
+        done.set()
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    answers = []
+    while not done.is_set():
+        answers.append(zero(x).detach())
+    thread.join()
+    assert all(torch.equal(answer, expected) for answer in answers)
 
 
 # Law 3: no trace

@@ -27,11 +27,12 @@ from by_hand import (
     moments,
     statistics,
 )
+from nets import small
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from tailoring import CN, Inputs, Tailored
+from tailoring import CN, Inputs, Support, Tailored
 from tailoring import losses as L
 
 every_loss = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -117,6 +118,19 @@ def test_entropies_of_dense_predictions_add_up_over_the_positions():
     parts = value(L.Entropy(), mlp(), PLACES) + value(L.Entropy(), mlp(), PLACES.flip(0))
     for loss in (L.Entropy(classes=-1), L.MarginalEntropy(lambda rows, _: rows, 2, classes=-1)):
         torch.testing.assert_close(value(loss, pair, both), parts)
+
+
+@pytest.mark.usefixtures("seeded")
+def test_the_classes_of_an_image_are_where_they_are_said_to_be():
+    net, x = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1)), torch.randn(2, 1, 6, 6)
+    p = net(x).softmax(1)
+    same = L.MarginalEntropy(lambda rows, _: rows, 2, classes=1)
+    for loss in (L.Entropy(classes=1), same):
+        torch.testing.assert_close(Tailored(net, loss).trace(x).losses[0], -(p * p.log()).sum((1, 2, 3)))
+    with pytest.raises(ValueError, match=r"which dimension of logits of shape \(2, 3, 6, 6\) holds the classes"):
+        Tailored(net, L.Entropy())(x)
+    with pytest.raises(ValueError, match="holds the queries"):
+        Tailored(net, L.Entropy(classes=-4))(x)
 
 
 @pytest.mark.parametrize("loss", [L.Smooth, partial(L.Agree, jitter), partial(L.MarginalEntropy, jitter)])
@@ -310,6 +324,32 @@ def batch_mean(model, x):
 def test_what_makes_no_sense_is_refused_in_so_many_words(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.usefixtures("seeded")
+def test_targets_of_another_shape_do_not_mix_tasks():
+    few = Tailored(small(2, 1), L.Supervised(F.mse_loss), steps=3, lr=0.1)
+    x, y = torch.randn(3, 5, 2).double(), torch.randn(3, 5).double()
+    with pytest.warns(UserWarning, match="target size"), pytest.raises(ValueError, match=r"shape \(15,\) has shape \(15, 15\)"):
+        few.tailor(Support(x, y))
+    assert few.tailor(Support(x, y[..., None])).keys() == {"1.gamma", "1.beta"}
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("loss", [L.Smooth, lambda _, at: L.Agree(lambda rows, _: rows, at=at)])
+@pytest.mark.parametrize("length", [8, 9])
+def test_features_without_the_queries_in_front_are_refused(loss, length):
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.out = nn.GRU(3, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.out(self.encoder(x.transpose(0, 1))[0][-1])
+
+    model = Tailored(TimeFirst(), loss(0.1, at="encoder"), adapt=CN("encoder"))
+    with pytest.raises(ValueError, match=r"were read of .* rows, one for each view"):
+        model(torch.randn(3, length, 3))
 
 
 def composed() -> Tailored:

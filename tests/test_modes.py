@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from nets import ADAPTERS, MODES, PER_QUERY, architecture, drift, mlp, queries, summed_error
+from nets import ADAPTERS, MODES, PER_QUERY, architecture, drift, mlp, queries, summed_error, to_one
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -211,6 +211,30 @@ def test_checkpoints_load_both_ways():
     torch.testing.assert_close(into["model"](x), model(x))
     with pytest.raises(RuntimeError, match="Unexpected key"):
         other.load_state_dict({**net.state_dict(), "more": x})
+
+
+class WithNet(nn.Module):
+    def __init__(self, *, first: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        if first:
+            self.fc = nn.Linear(2, 2)
+        self.net = nn.Sequential()
+        self.net.fc = nn.Linear(2, 2)
+        self.fc = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_that_has_a_net_itself_is_saved_and_loaded_whole(first):
+    net = WithNet(first=first)
+    saved = Tailored(net, to_one).state_dict()
+    assert {name: t.tolist() for name, t in saved.items()} == {name: t.tolist() for name, t in net.state_dict().items()}
+    other = WithNet(first=first).requires_grad_(False)
+    for p in other.parameters():
+        p.zero_()
+    Tailored(other, to_one).load_state_dict(net.state_dict())
+    for name, t in net.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], t)
 
 
 def test_buffers_keep_their_names():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import ADAPTERS, MODES, SequenceFirst, drift, energy, mlp, queries, summed_error
+from nets import ADAPTERS, MODES, SequenceFirst, data, drift, energy, float_mlp, mlp, queries, small, summed_error, to_one
 from torch import nn
 from torch.nn import functional as F
 
-from tailoring import CN, LBFGS, OuterLoss, Support, Tailored, Weights, check, losses, outer_losses, task_losses, tune
+from tailoring import CN, LBFGS, OuterLoss, Shift, Support, Tailored, Weights, check, losses, outer_losses, task_losses, tune
 from tailoring.baselines import Output, Shared
 
 
@@ -64,6 +64,18 @@ def test_stepping_between_inner_steps_works_at_first_order_and_last(adapter, bac
             optimizer.step()
         values.append(loss.item())
     assert values[-1] < values[0]
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_plain_tensor_of_rates_must_not_change_between_two_steps():
+    net, (x, y) = small(), data()
+    lr = torch.tensor(0.05).double().requires_grad_()
+    steps = iter(outer_losses(Tailored(net, to_one, steps=3, lr=lr), F.mse_loss, x, y))
+    next(steps)
+    with torch.no_grad():
+        lr.sub_(0.01)
+    with pytest.raises(RuntimeError, match="weights changed between two inner steps"):
+        next(steps)
 
 
 @pytest.mark.parametrize("backprop", ["none", "last"])
@@ -140,6 +152,15 @@ def test_tune_finds_the_best_setting_and_never_a_worse_one_than_none():
     torch.testing.assert_close(useless.model(x), mlp()(x))
 
 
+@pytest.mark.usefixtures("seeded")
+def test_a_gain_is_one_for_negative_losses_too():
+    x, y = data()
+    tuned = tune(Tailored(small(), to_one), [(x, torch.ones_like(y))], lambda p, y: F.mse_loss(p, y) - 10, lrs=(0.05,), steps=2)
+    assert tuned.task[0, 2] < tuned.task[0, 0] < 0
+    assert tuned.gain == pytest.approx(float((tuned.task[0, 0] - tuned.task.min()) / -tuned.task[0, 0]))
+    assert tuned.gain > 0
+
+
 def test_tune_leaves_other_optimisers_their_steps():
     x = queries(20)
     y = F.normalize(mlp()(x).detach(), dim=1) * x.norm(dim=1, keepdim=True)
@@ -210,6 +231,18 @@ def test_check_is_content_with_a_good_model():
     )
 
 
+def test_a_model_with_the_queries_in_the_second_dimension_mixes_nothing():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = float_mlp()
+
+        def forward(self, x):
+            return self.body(x).T
+
+    assert not check(Tailored(Turned(), lambda m, x: m(x).square().sum(0)), torch.randn(5, 3)).problems
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -264,3 +297,28 @@ def test_only_the_step_that_an_outer_loss_sees_keeps_its_graph():
             kept.clear()
             run(queries())
             assert kept == expected
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("adapt", [CN(), Weights(), Weights(how="vmap"), Shift("1")], ids=repr)
+@pytest.mark.parametrize("backprop", ["none", "last", "all"])
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.5}, {"clip": 1.0}], ids=str)
+def test_a_query_with_an_infinite_slope_leaves_those_of_a_learned_rate_finite(adapt, backprop, settings):
+    net, (x, y) = small(), data()
+    x[2] = 0
+
+    def steep(model, x):  # at query 2
+        away = (model(x) - net(x).detach()).square().sum(1) + x.square().sum(1)
+        return away.sqrt() + 0.1 * to_one(model, x)
+
+    def gradient(x, y):
+        lr = nn.Parameter(torch.tensor(0.05).double())
+        model = Tailored(net, steep, adapt=adapt, steps=3, lr=lr, backprop=backprop, **settings)
+        losses = [F.mse_loss(model(x), y, reduction="sum"), sum(outer_losses(model, lambda a, b: F.mse_loss(a, b, reduction="sum"), x, y))]
+        return model.trace(x).failed.tolist(), [torch.autograd.grad(loss, lr)[0] for loss in losses]
+
+    failed, found = gradient(x, y)
+    assert failed == [False, False, True, False]
+    fine = [0, 1, 3]
+    _, without = gradient(x[fine], y[fine])
+    torch.testing.assert_close(found, without)

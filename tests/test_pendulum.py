@@ -1,10 +1,14 @@
-"""The pendulum experiment: its data, networks, predictions and choices."""
+"""The pendulum experiment: its data, networks, predictions, choices and workers."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import os
+import signal
+import subprocess
+import sys
+import time
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
@@ -323,6 +327,39 @@ def test_two_workers_train_what_one_does(tmp_path):
             (found,) = bench.measure([pendulum.Job(pendulum.others(pendulum.base(bench, "forward"), config.seeds))])
         results.append((found["train"], found["test"]))
     assert results[0] == results[1]
+
+
+def works(process: int) -> bool:
+    """Whether it is there, and not only waiting to be missed."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.usefixtures("seeded")
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "from tailoring.experiments._pendulum_bench import _begin_to_work\n"
+        "if __name__ == '__main__':\n"
+        "    pool = ProcessPoolExecutor(1, get_context('spawn'), _begin_to_work)\n"
+        "    print(pool.submit(os.getpid).result(), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        until = time.monotonic() + 20
+        while works(worker) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not works(worker)
 
 
 def test_the_simulated_pendulum_is_much_like_the_measured_one():

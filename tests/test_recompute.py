@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import ADAPTERS, drift, mlp, queries, summed_error
+from nets import ADAPTERS, data, drift, mlp, queries, small, summed_error
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -195,6 +195,16 @@ def test_noise_that_cannot_be_drawn_again_is_refused():
 
     with pytest.raises(RuntimeError, match=r"came out otherwise.*model\.seeds"):
         gradients(tailored(loss=noisy), queries())
+
+
+@pytest.mark.usefixtures("seeded")
+def test_noise_that_cannot_be_repeated_is_noticed_beside_a_large_constant():
+    net, (x, y) = small(), data()
+    model = Tailored(
+        net, lambda m, x: 100 + m(x + 0.5 * torch.randn_like(x)).square().sum(1), lr=0.3, steps=2, backprop="all", recompute=True
+    )
+    with pytest.raises(RuntimeError, match="came out otherwise"):
+        nn.functional.mse_loss(model(x), y).backward()
 
 
 class Living(TorchDispatchMode):

@@ -489,6 +489,13 @@ class TestRademacher:
         with pytest.raises(ValueError, match=r"\(models, n\), not \(3,\)"):
             theory.empirical_rademacher(torch.ones(3))
 
+    @pytest.mark.usefixtures("seeded")
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+    @pytest.mark.parametrize("n", [4, 20])
+    def test_losses_of_zero_and_one_have_a_complexity(self, dtype, n):
+        found = torch.randint(2, (3, n))
+        assert theory.empirical_rademacher(found.to(dtype)) == theory.empirical_rademacher(found.float())
+
 
 class TestUnlabelledLoss:
     """`coro:gen_1`"""
@@ -747,6 +754,14 @@ class TestContrastive:
     def test_what_does_not_fit_is_refused(self, change, message):
         with pytest.raises(ValueError, match=message):
             theory.contrastive_tailoring_loss(head=randn(2, 3), **(self.problem() | change))
+
+    @pytest.mark.usefixtures("seeded")
+    def test_a_list_of_labels_is_a_set(self):
+        features, head, others = torch.randn(4, 3), torch.randn(2, 3), torch.randn(4, 2, 3)
+        with pytest.raises(ValueError, match="a tensor has one for each query"):
+            theory.contrastive_tailoring_loss(
+                features, head, positives=others, negatives=others, negative_labels=torch.full((4, 2), 0.5), labels=[0, 1, 1, 0]
+            )
 
 
 def test_every_public_name_says_what_it_is():

@@ -1,0 +1,128 @@
+"""What goes into a model and comes out of it: categories, numbers, answers of other kinds, and rows that are not their query's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from nets import Timed, float_mlp, mlp_of_8, size, to_one
+from torch import nn
+
+from tailoring import CN, Tailored, Weights
+
+
+def test_a_model_that_changes_its_input_in_place_is_refused():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = float_mlp()
+
+        def forward(self, x):
+            return self.body(x.sub_(0.5))
+
+    x = torch.rand(2, 3)
+    before = x.clone()
+    with pytest.raises(ValueError, match="changes its input in place"):
+        Tailored(InPlace(), size)(x)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("queries", [3, 1])
+def test_categories_stay_within_their_tables(queries):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.body = nn.Embedding(1000, 4), nn.Embedding(5, 4), mlp_of_8()
+
+        def forward(self, x):
+            return self.body(torch.cat([self.a(x[:, 0].long()), self.b(x[:, 1].long())], 1))
+
+    rows = torch.tensor([[999, 4], [512, 0], [7, 3]])[:queries]
+    for x in (rows, rows.float()):
+        assert Tailored(Table(), size)(x).shape == (queries, 2)
+
+
+def test_a_number_that_is_another_at_every_call():
+    net, x = Timed(), torch.randn(4, 3)
+    model = Tailored(net, lambda m, x, time: m(x, time).square().sum(1))
+    model(x, 0.0)
+    net.passes = 0
+    for i in range(200):
+        model(x, i / 200)
+    assert net.passes == 400
+    for i in range(200):
+        model(x, i)
+    assert len(model._places) < 100
+
+
+@dataclass
+class Answer:
+    y: torch.Tensor
+
+
+def test_an_answer_that_cannot_be_looked_into_is_told():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = float_mlp()
+
+        def forward(self, x):
+            return Answer(self.body(x))
+
+    with pytest.warns(UserWarning, match=r"no tensor is found in the model's answer.*register_dataclass"):
+        Tailored(Wrapped(), lambda m, x: m(x).y.square().sum(1))(torch.randn(4, 3))
+
+
+# Rows
+
+
+class Routed(nn.Module):
+    """Tokens whose first number is positive go to an expert."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.expert = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    def forward(self, x):  # (queries, tokens, 2)
+        tokens = x.flatten(0, 1)
+        chosen = (tokens[:, 0] > 0).nonzero().squeeze(1)
+        return tokens.index_copy(0, chosen, self.expert(tokens[chosen])).view_as(x)
+
+
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights("expert.*")])
+def test_tokens_sent_to_experts_are_no_rows_of_a_query(adapt):
+    """Of these four queries 1, 2, 0 and 1 tokens are sent, which is one for each only in the mean."""
+    x = torch.tensor([[[1.0, 1], [-1, 1]], [[1, 2], [2, 1]], [[-1, 0], [-2, 1]], [[-1, 3], [3, 1]]])
+    with pytest.raises(ValueError, match="not equally many of each"):
+        Tailored(Routed(), lambda m, x: m(x).square().flatten(1).sum(1), adapt=adapt)(x)
+
+
+class Sorted(nn.Module):
+    """Answers in their order, but works on the queries in another."""
+
+    def __init__(self, *, noise: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.act, self.b, self.noise = nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), noise
+
+    def forward(self, x):
+        order = torch.arange(len(x)) if self.noise else x[:, 0].argsort()
+        h = self.a(x[order])
+        h = h + torch.randn_like(h) if self.noise else h
+        return self.b(self.act(h)[order.argsort()])
+
+
+@pytest.mark.parametrize("adapt", [CN(), CN("act"), Weights()], ids=repr)
+@pytest.mark.parametrize("first", [-2.0, 2.0])
+def test_a_model_that_sorts_its_queries_is_refused(adapt, first):
+    x = torch.tensor([[first, 0, 0], [1, 1, 0], [0, 0, 1]])
+    with pytest.raises(ValueError, match="does the model sort them"):
+        Tailored(Sorted(), to_one, adapt=adapt, steps=2, lr=0.1)(x)
+
+
+def test_a_model_that_draws_noise_is_not_taken_for_one_that_sorts():
+    answers = Tailored(Sorted(noise=True), to_one, adapt=CN("act"), steps=2, lr=0.1)(torch.randn(4, 3))
+    assert answers.isfinite().all()

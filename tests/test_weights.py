@@ -1,0 +1,267 @@
+"""Every query's own weights, whichever way they come about: tables and padding, tied weights, layers that run in several ways."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import one_by_one, size, to_one
+from torch import nn
+from torch.nn import functional as F
+
+from tailoring import Inputs, Tailored, Weights, baselines, outer_losses
+
+# Tables and ties
+
+
+class Padded(nn.Module):
+    def __init__(self, *, token: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 2)
+        self.token = nn.Parameter(torch.randn(4)) if token else 0
+
+    def forward(self, index):
+        return self.out((self.table(index) + self.token).tanh().mean(1))
+
+
+class Tied(nn.Module):
+    def __init__(self, *, bias: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.mid, self.head = nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 4), nn.Linear(4, 7, bias=bias)
+        self.head.weight = self.table.weight
+
+    def forward(self, index):
+        return self.head(torch.tanh(self.mid(self.table(index))))
+
+
+def indecision(model, index):
+    logits = model(index)
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum((1, 2))
+
+
+INDICES = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0], [1, 0, 2, 0]])
+
+
+@pytest.mark.parametrize("how", ["rules", "vmap"])
+@pytest.mark.parametrize(("net", "loss"), [(Padded(token=False), size), (Tied(), indecision)], ids=["plain", "tied"])
+def test_padding_has_no_gradient_whichever_way_every_query_has_its_weights(how, net, loss):
+    ours, expected = (Tailored(net, loss, adapt=Weights(how=way), steps=3, lr=0.1)(INDICES) for way in (how, "loop"))
+    torch.testing.assert_close(ours, expected)
+
+
+def test_padding_has_no_gradient_in_a_model_that_runs_with_copies():
+    model = Tailored(Padded(token=True), size, adapt=Weights(), steps=2, lr=0.1)
+    with pytest.warns(UserWarning, match="token belong to the model itself"):
+        torch.testing.assert_close(model(INDICES)[2:], model(INDICES[2:]))
+
+
+class Field(nn.Module):
+    """Of a place x in a medium."""
+
+    def __init__(self, **table):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.body = nn.Embedding(5, 4, **table), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x, medium):
+        return self.body(torch.cat([x, self.table(medium)], 1))
+
+
+def equation(model, x, medium):
+    x = x.detach().requires_grad_()
+    u = model(x, medium)
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return (slope.sum(1) - u[:, 0]).square()
+
+
+def test_a_loss_that_differentiates_a_model_with_a_table():
+    """Its gradient is the table itself, not outer products."""
+    x = Inputs(torch.randn(4, 2), torch.tensor([0, 1, 4, 0]))
+    padded = Field(padding_idx=0)
+    ours, expected = (Tailored(padded, equation, adapt=Weights(how=how), steps=2, lr=0.1).tailor(x) for how in ("rules", "loop"))
+    torch.testing.assert_close(ours["table.weight"], expected["table.weight"])
+    model = Tailored(Field(), equation, adapt=Weights(), steps=2)
+    torch.testing.assert_close(model.predict(x, model.tailor(x)), model(*x.args))
+    assert all(loss.isfinite() for loss in outer_losses(model, F.mse_loss, x, torch.randn(4, 1)))
+    with pytest.raises(ValueError, match="has shape"):
+        model.predict(x, model.tailor(x) | {"table.weight": torch.zeros(4, 5, 3)})
+
+
+def test_a_table_of_ordinary_size_is_looked_at_without_its_indices():
+    net = nn.Sequential(nn.Embedding(50, 64), nn.Flatten(), nn.Linear(512, 64), nn.Tanh(), nn.Linear(64, 4))
+    many = torch.randint(0, 50, (200, 8))
+    model = Tailored(net, size, adapt=Weights(), steps=2)
+    torch.testing.assert_close(model(many)[:3], model(many[:3]), rtol=1e-3, atol=1e-5)
+
+
+def test_a_tied_weight_is_chosen_under_any_of_its_names():
+    ids = INDICES
+    assert {site.key for site in Weights("head").sites(Tied(bias=True), ids)} == {"table.weight", "head.bias"}
+    assert {site.key for site in Weights("head.*").sites(Tied(), ids)} == {"table.weight"}
+
+
+def test_a_shared_state_sees_that_weights_were_tied():
+    torch.manual_seed(0)
+    first, last, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(3, 4)
+    net = nn.Sequential(first, nn.Tanh(), last)
+    before = Tailored(net, size, adapt=baselines.Shared(Weights()), steps=2, lr=0.1)
+    before(x)
+    last.weight = first.weight
+    torch.testing.assert_close(before(x), Tailored(net, size, adapt=baselines.Shared(Weights()), steps=2, lr=0.1)(x))
+
+
+# How layers and models are called
+
+
+class Positions(nn.Module):
+    """One layer for what every query brings, and for what all of them share."""
+
+    def __init__(self, layer: nn.Module, shared: torch.Tensor):
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("shared", shared)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x) + self.layer(self.shared)).sum(1)
+
+
+class Turned(nn.Module):
+    """One layer, first with the queries in front, then with the time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)).transpose(0, 1)).transpose(0, 1).sum(1)
+
+
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "turned"])
+def test_a_layer_that_is_called_in_several_ways_runs_with_copies(name):
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, 3)
+    make = {
+        "linear": lambda: Positions(nn.Linear(3, 3), torch.randn(4, 3)),
+        "embedding": lambda: Positions(nn.Embedding(5, 3), torch.arange(4)),
+        "norm": lambda: Positions(nn.LayerNorm(3), torch.randn(4, 3)),
+        "turned": Turned,
+    }
+    x = torch.randint(5, (4, 4)) if name == "embedding" else x
+    model = Tailored(make[name](), to_one, adapt=Weights(), steps=2, lr=0.01)
+    with pytest.warns(UserWarning, match="'layer' is called with the queries in different dimensions, or also with what all"):
+        answers = model(x)
+    torch.testing.assert_close(answers, model.replace(adapt=Weights(how="loop"))(x))
+    torch.testing.assert_close(answers, one_by_one(model, x))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.out = nn.GRU(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.out(self.enc(x.transpose(0, 1))[0]).mean(0)
+
+
+READINGS = {
+    "output_of": lambda m, x: m.output_of("enc", x).square().sum((0, 2)),
+    "input_of": lambda m, x: m.input_of("out", x).square().sum((0, 2)),
+    "submodule": lambda m, x: m.enc(x.transpose(0, 1))[0].square().sum((0, 2)),
+}
+
+
+@pytest.mark.parametrize("how", ["rules", "vmap", "loop"])
+@pytest.mark.parametrize("reading", READINGS)
+def test_what_is_read_inside_a_model_keeps_its_layout_with_copies(how, reading):
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, 3)
+
+    def loss(model, x):
+        return READINGS[reading](model, x) + model(x).square().sum(1)
+
+    model = Tailored(TimeFirst(), loss, adapt=Weights(how=how), steps=3, lr=0.1)
+    torch.testing.assert_close(model(x), one_by_one(model, x))
+    torch.testing.assert_close(model(x), model.replace(adapt=Weights())(x))
+
+
+def test_an_argument_without_a_row_per_query_is_no_concern_of_weights():
+    class Started(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.enc, self.out = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def step(self, x, start):
+            return self.enc(x) + start
+
+        def forward(self, x):
+            return self.out(self.step(x, torch.zeros(1, 1, 3)).tanh().mean(1))
+
+    def loss(model, x):
+        return model.step(x, torch.ones(1, 1, 3)).square().flatten(1).sum(1)
+
+    x = torch.randn(4, 5, 3)
+    model = Tailored(Started(), loss, adapt=Weights(), steps=2, lr=0.1)
+    torch.testing.assert_close(model(x), one_by_one(model, x))
+
+
+@pytest.mark.parametrize("how", ["rules", "vmap", "loop"])
+def test_a_number_for_all_and_one_for_each_are_told_apart(how):
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x, t):
+            return self.layer(x) * t.reshape(-1, 1)
+
+    model, x, times = Tailored(Timed(), to_one, adapt=Weights(how=how), steps=2, lr=0.1), torch.randn(3, 3), torch.rand(3)
+    for_all = model(x, torch.tensor(0.5))
+    torch.testing.assert_close(model(x, times), one_by_one(model, x, times))
+    torch.testing.assert_close(model(x, torch.tensor(0.5)), for_all)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_query_that_is_all_padding_is_answered_as_the_model_does(need_weights):
+    class Attended(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.m = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x, pad):
+            return self.m(x, x, x, key_padding_mask=pad, need_weights=need_weights)[0]
+
+    x, pad = torch.randn(3, 5, 4), torch.zeros(3, 5, dtype=torch.bool)
+    pad[1] = True
+    net = Attended().eval()
+    model = Tailored(net, to_one, adapt=Weights(), steps=2, lr=0.1)
+    answers = model(x, pad)
+    assert answers.isfinite().flatten(1).all(1).tolist() == [True, not need_weights, True]
+    torch.testing.assert_close(answers, model.replace(adapt=Weights(how="loop"))(x, pad), equal_nan=True)
+    assert (answers - net(x, pad))[0].abs().max() > 1e-3
+
+
+# The state
+
+
+@pytest.mark.parametrize("lr", [0.02, 0.03, 0.04])
+def test_the_best_of_exact_weights_has_a_pair_for_each_step(lr):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20)), torch.randn(8, 30)
+
+    def loss(model, x):
+        return (model(x).square().sum(1) - x.square().sum(1) / 30).square()
+
+    model = Tailored(net, loss, adapt=Weights(), steps=4, lr=lr, keep="best")
+    trace, chunked = model.trace(x), model.replace(chunk=2).trace(x)
+    assert trace.state["0.weight"].rank == 4
+    assert len(set(trace.steps.tolist())) > 1  # so rows are chosen from several states
+    expected = model.replace(adapt=Weights(how="loop")).trace(x)
+    for found in (trace, chunked):
+        torch.testing.assert_close(found.prediction, expected.prediction)
+        assert found.steps.tolist() == expected.steps.tolist()
+    torch.testing.assert_close(model.predict(x, trace.state), expected.prediction)
