@@ -265,12 +265,31 @@ def is_small(numbers: Iterable[Any]) -> bool:
 
 
 def square_norms(state: State) -> Tensor:
-    """(rows,): the sum of the squares of all numbers of the row; of a matrix in outer products without building it,
-
-    |sum_r left_r right_r^T|^2 = sum_rs (left_r . left_s) (right_r . right_s)
-    """
+    """(rows,): the sum of the squares of all numbers of the row."""
     parts = [_square_norms(entry) for entry in state.values()]
     return torch.stack(parts).sum(0)
+
+
+def dots(a: State, b: State) -> Tensor:
+    """(rows,): the scalar product of each row of the one with the same row of the other."""
+    parts = [_dots(entry, b[name]) for name, entry in a.items()]
+    return torch.stack(parts).sum(0)
+
+
+def _dots(a: Entry, b: Entry) -> Tensor:
+    if isinstance(a, LowRank) and isinstance(b, LowRank):
+        return _dots_of_products(a, b)
+    table = next((entry.shape[1] for entry in (a, b) if isinstance(entry, Tensor)), 0)
+    mine, other = (by_row(entry.dense(table) if isinstance(entry, LowRank) else entry) for entry in (a, b))
+    return (mine * other.conj()).real.sum(1)
+
+
+def _dots_of_products(a: LowRank, b: LowRank) -> Tensor:
+    """Of matrices in outer products without building them: sum_rs (left_r . other left_s) (right_r . other right_s)."""
+    (left, right), (other_left, other_right) = a.factors(), b.factors()
+    floating = right.is_floating_point()
+    gram = right @ other_right.mT if floating else (right[:, :, None] == other_right[:, None, :]).to(left.dtype)
+    return ((left @ other_left.mT) * gram).sum((1, 2))
 
 
 def _square_norms(entry: Entry) -> Tensor:
@@ -279,8 +298,7 @@ def _square_norms(entry: Entry) -> Tensor:
     left, right = entry.factors()
     if left.shape[1] == 1 and right.is_floating_point():
         return left.flatten(1).square().sum(1) * right.flatten(1).square().sum(1)
-    gram = right @ right.mT if right.is_floating_point() else (right[:, :, None] == right[:, None, :]).to(left.dtype)
-    return ((left @ left.mT) * gram).sum((1, 2))
+    return _dots_of_products(entry, entry)
 
 
 def largest(state: State) -> Tensor:

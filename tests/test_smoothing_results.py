@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tailoring import theory
 from tailoring.__main__ import main
 from tailoring.experiments import smoothing
 from tailoring.experiments._classifiers import Inner, blocks, build, read_weights, restricted, tailored
@@ -252,13 +253,15 @@ def test_a_probe_asks_the_same_noisy_images_with_the_step_and_without():
     ask = functools.partial(probe, part=part, sigma=0.5, copies=3, seed=1, device=torch.device("cpu"))
     model = tailored(net, Inner(lr=3.0))
     found = ask(model, batch=4)
-    probabilities, votes = [], []
+    probabilities, votes, cosines = [], [], []
     for copy in range(3):
         x = part.images.float() / 255 + 0.5 * normal(fold(fold(torch.arange(6), 1), copy), (3, 8, 8))
         with torch.no_grad():
             answers = torch.stack([answer(x) for answer in (model, net)])
         votes.append(answers.argmax(2) == labels)
         probabilities.append(answers.softmax(2)[:, torch.arange(6), labels])
+        cosines.append(theory.alignment(model, [(x, labels)], torch.nn.functional.cross_entropy).cosine)
+    torch.testing.assert_close(torch.tensor(found.cosines), torch.stack(cosines).mean(0), rtol=0, atol=1e-4)
     assert [found.right, found.right_0] == torch.stack(votes).sum(0).tolist()
     gained = torch.stack(probabilities).mean(0)
     torch.testing.assert_close(torch.tensor(found.gained), gained[0] - gained[1], rtol=0, atol=1e-5)

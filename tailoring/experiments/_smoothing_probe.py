@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from tailoring import Tailored, random
+from tailoring import Tailored, random, theory
 from tailoring.smoothing import bootstrap_difference
 
 from ._images import TensorImages
@@ -23,6 +24,7 @@ class Probed:
     right: list[int]
     right_0: list[int]
     gained: list[float]
+    cosines: list[float] = field(default_factory=list)  # of the tailoring and the task gradient; older rows have none
 
     @property
     def accuracy_0(self) -> float:
@@ -38,11 +40,16 @@ class Probed:
         gained = torch.tensor(self.gained, dtype=torch.float64)
         return bootstrap_difference(gained, torch.zeros_like(gained))
 
+    @property
+    def cosine(self) -> Interval:
+        cosines = torch.tensor(self.cosines, dtype=torch.float64)
+        return bootstrap_difference(cosines, torch.zeros_like(cosines))
+
 
 @torch.no_grad()
 def probe(model: Tailored, part: TensorImages, sigma: float, *, copies: int, seed: int, batch: int, device: torch.device) -> Probed:
     """`copies` noisy copies of each image; the noise depends on the image's number and `seed` only, so all settings see the same."""
-    right, right_0, gained = (torch.zeros(copies, len(part), dtype=torch.float64) for _ in range(3))
+    right, right_0, gained, cosines = (torch.zeros(copies, len(part), dtype=torch.float64) for _ in range(4))
     for first in range(0, len(part), batch):
         rows = slice(first, first + batch)
         images, labels = part.images[rows].to(device).float() / 255, part.labels[rows].to(device)
@@ -54,8 +61,11 @@ def probe(model: Tailored, part: TensorImages, sigma: float, *, copies: int, see
             probabilities = [logits.softmax(1).gather(1, labels[:, None])[:, 0] for logits in answers]
             right[copy, rows], right_0[copy, rows] = (_votes(logits, labels) for logits in answers)
             gained[copy, rows] = (probabilities[0] - probabilities[1]).double().cpu()
+            with torch.autocast(device.type, enabled=False):  # bfloat16 would lose the angle between short gradients
+                cosines[copy, rows] = theory.alignment(model, [(noisy, labels)], F.cross_entropy).cosine.double().cpu()
     counts = [[int(n) for n in votes.sum(0)] for votes in (right, right_0)]
-    return Probed(copies, counts[0], counts[1], [round(g, 6) for g in gained.mean(0).tolist()])
+    means = [[round(number, 6) for number in numbers.mean(0).tolist()] for numbers in (gained, cosines)]
+    return Probed(copies, *counts, *means)
 
 
 def _votes(logits: Tensor, labels: Tensor) -> Tensor:

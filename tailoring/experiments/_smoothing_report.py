@@ -229,19 +229,23 @@ def _our_rows(sigma: float, role: str, c: Certified, radii: Sequence[float]) -> 
 def _probes(results: Results) -> Table:
     """All settings of the search and of the regimes, on single noisy images."""
     found = list(results.probes.values())
+    angles = any(row.get("cosines") for row in found)
     asked = f"{len(found[0]['right'])} images, {found[0]['copies']} noisy copies each" if found else ""
     table = Table(
         f"Does the step itself help single noisy images? Validation, {asked}: with the step minus without it, in points",
-        ("setting", "% right without", "gain", "95 % interval", "right class's probability", "95 % interval", "moves"),
+        ("setting", "% right without", "gain", "95 % interval", "right class's probability", "95 % interval", "moves")
+        + (("cosine", "95 % interval") if angles else ()),
         note="Both with the same noise of deviation sigma' and the same weights; bootstrap over images, * if clear. moves: the mean size "
-        "of the change of an image's probability, whichever way. alone: on the trained network.",
+        "of the change of an image's probability, whichever way. alone: on the trained network."
+        + (" cosine: of the tailoring and the task gradient, in hundredths." if angles else ""),
     )
     for row in found:
-        p = Probed(**{f.name: row[f.name] for f in fields(Probed)})
+        p = Probed(**{f.name: row[f.name] for f in fields(Probed) if f.name in row})
         gains, moves = (*_points(p.accuracy_gain), *_points(p.probability_gain)), sum(map(abs, p.gained)) / len(p.gained)
+        angle = () if not angles else _points(p.cosine) if p.cosines else ("", "")
         role: str = row["role"]
         setting = LABELS.get(role) or role.removeprefix("regime ").replace("search", "alone:")
-        table.rows.append((setting, f"{100 * p.accuracy_0:.2f}", *gains, f"{100 * moves:.2f}"))
+        table.rows.append((setting, f"{100 * p.accuracy_0:.2f}", *gains, f"{100 * moves:.2f}", *angle))
     return table
 
 

@@ -2,6 +2,8 @@
 
 from ._activations import Activation as Activation
 from ._activations import activation_facts as activation_facts
+from ._alignment import Alignment as Alignment
+from ._alignment import alignment as alignment
 from ._bounds import Bound as Bound
 from ._bounds import empirical_rademacher as empirical_rademacher
 from ._bounds import monotone_envelope as monotone_envelope
