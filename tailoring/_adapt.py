@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ._bound import Bound
 from ._inner import differentiate
-from ._sites import WHOLE, Around, At, Reading, Seen, check_at, describe, intercepted, matching, refuse_disorder, watch
+from ._sites import WHOLE, Around, At, Reading, Seen, check_at, describe, intercepted, matching, refuse_checkpoints, refuse_disorder, watch
 from ._states import State, as_tensor
 from ._trees import copies_per_query, repeat_rows
 
@@ -157,6 +157,7 @@ class CN(Adapter):
         seen = [s for s in watch(model, x) if s.leaf >= 0]
         ran = {s.name for s in seen}
         chosen = matching(self.at, modules) & ran if self.at else _default_names(seen, modules)
+        refuse_checkpoints(s for s in seen if s.name in chosen)
         refuse_disorder(s for s in seen if s.name in chosen)
         sites = [
             _site(s, seen, modules, channels=self.channels)
@@ -216,6 +217,7 @@ class Shift(Adapter):
         if len(chosen) > 1:
             raise ValueError(f"Shift moves the output of one module, but {self.at[0]!r} chooses {sorted(chosen)}")
         seen = [s for s in watch(model, x) if s.name in chosen and s.leaf >= 0]
+        refuse_checkpoints(seen)
         refuse_disorder(seen)
         found = [s for s in seen if s.floating and s.rows is not None]
         if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from ._kernels import plain_kernels
 from ._recurrent import Replaced, restore_forwards
@@ -134,6 +136,7 @@ class Seen:
     dtype: torch.dtype
     is_answer: bool  # the model returned this very tensor
     in_order: bool  # the rows of each query follow each other, equally many of each
+    checkpointed: bool = False  # within `torch.utils.checkpoint`, which runs the module again in the backward pass
 
 
 def watch(model: nn.Module, x: Any) -> list[Seen]:
@@ -142,17 +145,20 @@ def watch(model: nn.Module, x: Any) -> list[Seen]:
     Two copies of the first query, then three: the dimension that holds the queries is the one that grows. Then two different
     queries, in either order: the rows of each must stand where it stands.
     """
+    checkpointed: set[str] = set()
     with torch.no_grad(), plain_kernels(model, graph=False):
         pair = first_and_another(model, x)
         turned = map_tensors(lambda t: t.flip(0) if t.ndim else t, pair)
-        two, three, other, swapped = (_watch_once(model, model_call(trial)) for trial in (_first(x, 2), _first(x, 3), pair, turned))
+        with torch.set_grad_enabled(not _checkpoints_here()):  # without, some models make none; and one around us counts what is saved
+            two = _watch_once(model, model_call(_first(x, 2)), checkpointed)
+        three, other, swapped = (_watch_once(model, model_call(trial)) for trial in (_first(x, 3), pair, turned))
     if [key for key, *_ in two] != [key for key, *_ in three] or not len(two) == len(other) == len(swapped):
         raise ValueError("the model calls its modules differently for batches of two and of three queries: its queries are not independent")
     seen = []
     for (key, a, is_answer), (_, b, _), (_, c, _), (_, d, _) in zip(two, three, other, swapped, strict=True):
         rows = _row_dimension(a.shape, b.shape)
         in_order = rows is None or _in_order(a, c, d, rows)
-        seen.append(Seen(*key, rows, tuple(a.shape), a.is_floating_point(), a.dtype, is_answer, in_order))
+        seen.append(Seen(*key, rows, tuple(a.shape), a.is_floating_point(), a.dtype, is_answer, in_order, key[0] in checkpointed))
     return seen
 
 
@@ -206,11 +212,15 @@ def _numbers(t: Tensor) -> Tensor:
     return t.nan_to_num(0.0, 0.0, 0.0) if t.is_floating_point() or t.is_complex() else t
 
 
-def _watch_once(model: nn.Module, call: Call) -> list[tuple[tuple[str, int, int], Tensor, bool]]:
+def _watch_once(model: nn.Module, call: Call, checkpointed: set[str] | None = None) -> list[tuple[tuple[str, int, int], Tensor, bool]]:
+    """What went through each module; `checkpointed` takes down the names of those that the model runs within a checkpoint."""
     log: list[tuple[tuple[str, int, int], Tensor]] = []
     calls: dict[str, int] = {}
+    around = _checkpoints_here()  # those that the caller is within
 
     def note(name: str, forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if checkpointed is not None and _checkpoints_here() > around:
+            checkpointed.add(name)
         given = tensors((args, kwargs))
         out = forward(*args, **kwargs)
         calls[name] = calls.get(name, -1) + 1
@@ -230,6 +240,15 @@ def _watch_once(model: nn.Module, call: Call) -> list[tuple[tuple[str, int, int]
     return [(key, t, id(t) in answers) for key, t in log]
 
 
+def _checkpoints_here() -> int:
+    """How many calls of `torch.utils.checkpoint` the caller is within, told by the stack: both its kinds are there, whoever made them."""
+    frame, found = sys._getframe(), 0
+    while frame is not None:
+        found += frame.f_globals is vars(checkpoint)
+        frame = frame.f_back
+    return found
+
+
 def _row_dimension(two: torch.Size, three: torch.Size) -> int | None:
     if len(two) != len(three):
         return None
@@ -245,6 +264,17 @@ def refuse_disorder(seen: Iterable[Seen]) -> None:
                 f"module {s.name!r} is given rows, not one query after the other in the order they came (does the model sort them? a "
                 "torch.cat of views, a flattened (time, queries)?), or not equally many of each (tokens sent to experts?): they cannot be "
                 "told apart. Sort outside the model; stack views in dimension 1 and flatten, or call the module once for each"
+            )
+
+
+def refuse_checkpoints(seen: Iterable[Seen]) -> None:
+    """Raise if a module that is to be adapted would be run again when it no longer is."""
+    for s in seen:
+        if s.checkpointed:
+            raise ValueError(
+                f"module {s.name!r} runs within torch.utils.checkpoint, which would compute it again in the backward pass without its "
+                "adaptation: switch activation checkpointing off while tailoring (gradient_checkpointing_disable() of a transformer), or "
+                "adapt modules outside of it. To save memory, use chunk=, or recompute=True with backprop='all'"
             )
 
 

@@ -21,7 +21,7 @@ from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
 from ._places import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 from ._recurrent import Unrolled, is_patched
-from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching, refuse_disorder, watch
+from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching, refuse_checkpoints, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps
 from ._trees import count_rows, map_tensors
@@ -65,6 +65,8 @@ class Weights(Adapter):
         if not chosen:
             raise ValueError(f"{self!r} chooses no parameters; the model has: {', '.join(named) or 'none'}")
         seen = watch(model, x)
+        own = {id(named[name]) for name in chosen}
+        refuse_checkpoints(s for s in seen if not own.isdisjoint(map(id, model.get_submodule(s.name).parameters())))
         whole = with_rows([site_of(name, "", name, named[name], "copies", copied=True) for name in named if name in chosen], seen)
         if self.how != "rules":
             return whole
