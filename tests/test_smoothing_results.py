@@ -555,6 +555,29 @@ def test_the_tables_in_the_docs_are_those_of_the_committed_rows(name):
         assert words in page, f"docs/experiments/{name}.md does not hold the table {table.title!r} of its rows"
 
 
+@pytest.mark.parametrize(
+    ("line", "folder", "sigma", "n"),
+    [
+        ("0.25, 10,000", "smoothing", 0.25, 10_000),
+        ("0.5, 10,000", "smoothing", 0.5, 10_000),
+        ("0.5, 10,000, [second training](smoothing-seed1.md)", "smoothing-seed1", 0.5, 10_000),
+        ("0.5, 100,000, second training", "smoothing-seed1", 0.5, 100_000),
+        ("1, 10,000", "smoothing", 1.0, 10_000),
+    ],
+)
+def test_the_summary_is_that_of_the_rows(line, folder, sigma, n):
+    found = Results(ROOT / "docs" / "experiments" / folder).test(sigma, n)
+
+    def told(against):
+        if against not in found:
+            return "not certified"
+        mean, low, high = difference(found["meta"], found[against])
+        return f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+
+    cells = [line, *(f"{found[role].acr():.3f}" for role in ("plain", "meta")), told("control-frozen"), told("meta-0")]
+    assert f"| {' | '.join(cells)} |" in (ROOT / "docs" / "experiments" / "smoothing.md").read_text()
+
+
 @pytest.mark.parametrize(("name", "n", "images"), [("smoothing", 10_000, range(0, 10_000, 20)), ("imagenette", 1000, range(0, 500, 5))])
 def test_the_committed_certificates_are_of_the_same_images(name, n, images):
     results = Results(ROOT / "docs" / "experiments" / name)
