@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,14 @@ def test_the_table_of_the_h200_is_that_of_its_rows():
         other = min(of[against], key=lambda i: abs(i - place))
         said = line.split("|")[4].split()[0]
         assert f"{rows[place][measured] / rows[other][measured]:.{len(said.split('.')[1])}f}" == said, line
+
+
+def test_what_is_said_in_short_is_said_at_length():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    short, measured = page.split("## In short")[1].split("## Run it")[0], page.split("## Measured\n")[1]
+    told = [number for line in short.splitlines() if line.startswith("| ") for number in re.findall(r"\d[\d./]*", line.split("|")[2])]
+    assert len(told) >= 12
+    assert [number for number in told if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", measured)] == []
 
 
 def test_the_command_runs_a_program_with_its_flags(tmp_path, capfd):
