@@ -5,8 +5,10 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ._adapt import Adapter
 from ._inner import Backprop, Keep
@@ -19,6 +21,8 @@ def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, k
         raise TypeError(f"the model must be a torch.nn.Module, not {type(net).__name__}")
     if hasattr(net, "_orig_mod"):
         raise ValueError("nothing inside a compiled model can be adapted: compile the tailored one, torch.compile(Tailored(net, ...))")
+    if isinstance(net, torch.jit.ScriptModule):
+        raise ValueError("nothing inside a scripted or traced model can be adapted: give the module that it was made from")
     if not callable(loss):
         raise TypeError(f"the tailoring loss must be a function loss(model, x) -> (queries,), not {type(loss).__name__}")
     if not isinstance(adapt, Adapter):
@@ -81,25 +85,33 @@ def refuse_mixing_modules(model: nn.Module, structure: Structure | None = None) 
                 "alone in eval mode while the rest trains"
             )
         elif module.training and _drops(module):
+            draws = "draws other slopes" if isinstance(module, nn.RReLU) else "drops units"
             raise ValueError(
-                f"{here} drops units in training mode: every inner step and the answer would see another mask. "
-                "Call model.eval(), or put the dropout layers alone in eval mode while the rest trains"
+                f"{here} {draws} in training mode: every inner step and the answer would see another mask. "
+                "Call model.eval(), or put these layers alone in eval mode while the rest trains"
             )
 
 
 @found_once
 def _suspects(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    kinds = nn.modules.batchnorm._NormBase | nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention | _SpectralNorm
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    kinds = nn.modules.batchnorm._NormBase | nn.modules.dropout._DropoutNd | nn.RReLU | nn.RNNBase | nn.MultiheadAttention
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds) or _is_spectral(module)]
+
+
+def _is_spectral(module: nn.Module) -> bool:
+    """Whether it iterates for the largest singular value of a weight, by either way of torch.nn.utils."""
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _SpectralNorm) or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)
+    return _is_spectral(module) or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)
 
 
 def _drops(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
+    if isinstance(module, nn.RReLU):
+        return module.lower < module.upper
     if isinstance(module, nn.RNNBase):
         return module.dropout > 0 and module.num_layers > 1
     return isinstance(module, nn.MultiheadAttention) and module.dropout > 0

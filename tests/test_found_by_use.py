@@ -60,3 +60,20 @@ def test_a_tailored_model_may_itself_be_checkpointed():
         for answer in (checkpoint(model, x, use_reentrant=False), model(x))
     ]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("layer", [nn.utils.spectral_norm(nn.Linear(4, 4)), nn.RReLU()], ids=["spectral_norm", "RReLU"])
+def test_other_layers_that_answer_otherwise_at_every_call_are_refused_while_they_train(layer):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layer, nn.Linear(4, 2))
+    x, before = torch.randn(4, 3), {name: t.clone() for name, t in net.state_dict().items()}
+    with pytest.raises(ValueError, match="in training mode"):
+        Tailored(net, size, adapt=CN(nn.Tanh))(x)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert Tailored(net.eval(), size, adapt=CN(nn.Tanh))(x).shape == (4, 2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, torch.randn(4, 3))], ids=["script", "trace"])
+def test_a_scripted_model_is_told_to_be_given_as_it_was(make):
+    with pytest.raises(ValueError, match="the module that it was made from"):
+        Tailored(make(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), size)
