@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._states import State, as_tensor
+from ._states import State, as_tensor, own_shape
 
 
 class Learned(nn.Module):
@@ -32,8 +32,18 @@ class Learned(nn.Module):
         for name, t in identity.items():
             self.start[_key(name)] = nn.Parameter(as_tensor(t)[0].clone())
 
-    def start_for(self, rows: int, names: Iterator[str] | Mapping[str, Any]) -> State:
-        return {name: self.start[_key(name)].expand(rows, *self.start[_key(name)].shape) for name in names}
+    def start_for(self, rows: int, identity: State) -> State:
+        """The start that is learned, for so many rows, in place of the identity."""
+        return {name: self._start_of(name, own_shape(t)).expand(rows, *own_shape(t)) for name, t in identity.items()}
+
+    def _start_of(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if _key(name) in self.start and self.start[_key(name)].shape == shape:
+            return self.start[_key(name)]
+        learned = ", ".join(f"{key.replace('/', '.')} {tuple(start.shape)}" for key, start in self.start.items())
+        raise ValueError(
+            f"this input needs a start for {name!r} of shape {shape}, but what is learned is {learned}: adapt modules that run equally "
+            "often, and with outputs of the same shape, for all inputs, or do without learned_start"
+        )
 
 
 def _key(name: str) -> str:

@@ -77,3 +77,31 @@ def test_other_layers_that_answer_otherwise_at_every_call_are_refused_while_they
 def test_a_scripted_model_is_told_to_be_given_as_it_was(make):
     with pytest.raises(ValueError, match="the module that it was made from"):
         Tailored(make(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), size)
+
+
+class Unrolled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.act, self.last = nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = x.new_zeros(len(x), 4)
+        for now in x.unbind(1):
+            h = self.act(self.cell(torch.cat([h, now], 1)))
+        return self.last(h)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "net", "words"),
+    [
+        (CN(learned_start=True), Unrolled, "needs a start for 'act:2.gamma'"),
+        (Shift("0", learned_start=True), lambda: nn.Sequential(nn.Linear(3, 4), nn.Flatten(), nn.LazyLinear(2)), "is 0.shift"),
+    ],
+    ids=repr,
+)
+def test_a_start_that_was_learned_for_other_inputs_says_so(adapt, net, words):
+    model = Tailored(net(), size, adapt=adapt).prepare(torch.randn(2, 2, 3))
+    if isinstance(adapt, Shift):
+        model.net[2] = nn.Linear(12, 2)
+    with pytest.raises(ValueError, match=words):
+        model(torch.randn(2, 3, 3))
