@@ -183,6 +183,14 @@ class NoGradientError(ValueError):
 
 def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
     """The gradient of the sum of `values` with respect to each leaf; zero where there is none, but not everywhere."""
+    found = reached(values, leaves, graph)
+    if len(found) == len(leaves):
+        return found
+    return {name: found[name] if name in found else torch.zeros_like(t) for name, t in leaves.items()}
+
+
+def reached(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
+    """The same of those leaves alone that the values depend on."""
     found: dict[str, Tensor] = {}
     if values.requires_grad and leaves:
         total = values if values.numel() == 1 else values.sum()  # one query's loss is the sum already: two operations less
@@ -193,6 +201,4 @@ def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[st
             f"the tailoring loss does not depend on the state{f' {list(leaves)}' if leaves else ''}: call the model that the loss is given "
             "(not the original one), without detach() or no_grad(), and adapt modules that the loss can see"
         )
-    if len(found) == len(leaves):
-        return found
-    return {name: found[name] if name in found else torch.zeros_like(t) for name, t in leaves.items()}
+    return found

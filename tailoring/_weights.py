@@ -16,7 +16,7 @@ from . import _states as states
 from ._adapt import Adapter, Evaluate, Site, Sited
 from ._bound import Bound
 from ._copies import call_with_copies
-from ._inner import differentiate, gradients
+from ._inner import differentiate, reached
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
 from ._places import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
@@ -156,8 +156,9 @@ def _listen(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bo
     if taps.differentiated:
         return None
     outs = {f"{i}: {tap.weight or tap.bias}": out for i, (tap, out) in enumerate(zip(taps.heard, taps.outs, strict=True))}
-    grads = gradients(values, {**leaves, **outs}, graph)
-    return values, {name: grads[name] for name in free}, list(zip(taps.heard, (grads[name] for name in outs), strict=True))
+    grads = reached(values, {**leaves, **outs}, graph)
+    heard = [(tap, grads[name]) for tap, name in zip(taps.heard, outs, strict=True) if name in grads]  # else its graph may be gone
+    return values, {name: grads[name] if name in grads else torch.zeros_like(t) for name, t in free.items()}, heard
 
 
 def _listen_compiled(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bool) -> Listened:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tailoring import CN, Shift, Tailored, Weights
+from tailoring import CN, Shift, Tailored, Weights, outer_losses
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +105,30 @@ def test_a_start_that_was_learned_for_other_inputs_says_so(adapt, net, words):
         model.net[2] = nn.Linear(12, 2)
     with pytest.raises(ValueError, match=words):
         model(torch.randn(2, 3, 3))
+
+
+def against_a_step(model, x):
+    """The answer beside the query, in the direction in which it grows: found by a derivative that is not differentiated again."""
+    beside = x.clone().requires_grad_()
+    (direction,) = torch.autograd.grad(size(model, beside).sum(), beside)
+    return (model(x + 0.1 * direction) - model(x)).square().sum(1)
+
+
+def against_itself(model, x):
+    with torch.no_grad():
+        target = model(-x)
+    return (model(x) - target).square().sum(1)
+
+
+@pytest.mark.parametrize("loss", [against_a_step, against_itself])
+@pytest.mark.parametrize("backprop", ["none", "last", "all"])
+def test_passes_that_a_loss_takes_no_gradient_of_do_not_count(loss, backprop):
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model = Tailored(net, loss, adapt=Weights(), steps=2, lr=0.1, backprop=backprop)
+    assert next(iter(model.replace(steps=1).tailor(x).values())).rank == (2 if loss is against_a_step else 1)
+    grads = [
+        torch.autograd.grad(sum(outer_losses(way, nn.functional.mse_loss, x, y)), list(net.parameters()))
+        for way in (model, model.replace(adapt=Weights(how="loop")))
+    ]
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*grads, strict=True))
