@@ -23,8 +23,8 @@ from ._places import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 from ._recurrent import Unrolled, is_patched
 from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching, refuse_checkpoints, refuse_disorder, watch
 from ._states import Entry, LowRank, State, as_tensor
-from ._taps import Tap, Taps
-from ._trees import count_rows, map_tensors
+from ._taps import Tap, Taps, transformed
+from ._trees import count_rows, map_tensors, tensors
 from ._trial import doubt
 
 
@@ -87,7 +87,7 @@ class Weights(Adapter):
         return whole
 
     def bind(self, model: Bound, x: Any) -> Bound:
-        return _OwnWeights.of(model)
+        return (_OneByOne if self.how == "loop" else _OwnWeights).of(model)
 
     def _chosen(self, model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
         modules, first = dict(model.named_modules()), {id(p): name for name, p in named.items()}
@@ -240,10 +240,29 @@ class _OwnWeights(Bound):
         if isinstance(value, nn.Parameter) or name in ("parameters", "named_parameters", "state_dict"):
             what = f"the weight {name!r} itself" if isinstance(value, nn.Parameter) else f"weights by {name}()"
             raise ValueError(f"the tailoring loss reads {what}, but every query has its own: use the model's outputs")
+        if not isinstance(value, Bound) and any(map(self._is_of_one, tensors(value))):
+            raise ValueError(
+                f"the tailoring loss reads {name!r}, which the model sets while it runs: with copies of its weights that is what one query "
+                "left there. Let the model return it, or read it with model.output_of"
+            )
         return value
 
+    @staticmethod
+    def _is_of_one(t: Tensor) -> bool:
+        return transformed(t)  # by vmap, which has ended
+
     def _below(self, name: str, module: nn.Module) -> Bound:
-        return _OwnWeights.of(super()._below(name, module))
+        return type(self).of(super()._below(name, module))
+
+
+class _OneByOne(_OwnWeights):
+    """The same of a model that runs for one query after another."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def _is_of_one(t: Tensor) -> bool:
+        return t.grad_fn is not None  # no constant of the model
 
 
 def _warn_of_the_models_own(chosen: set[str]) -> None:

@@ -132,3 +132,29 @@ def test_passes_that_a_loss_takes_no_gradient_of_do_not_count(loss, backprop):
         for way in (model, model.replace(adapt=Weights(how="loop")))
     ]
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*grads, strict=True))
+
+
+class Remembering(nn.Module):
+    """Leaves its features behind for whoever wants to see them, beside a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.unit = nn.Linear(3, 4), nn.Linear(4, 2), torch.ones(4)
+
+    def forward(self, x):
+        self.features = torch.tanh(self.first(x))
+        return self.last(self.features)
+
+
+def quiet(model, x):
+    return size(model, x) + (model.features * model.unit).square().sum(1)
+
+
+@pytest.mark.parametrize("how", ["vmap", "loop"])
+def test_what_a_model_leaves_behind_is_one_querys_with_copies(how):
+    x = torch.randn(4, 3)
+    model = Tailored(Remembering(), quiet, adapt=Weights(), steps=2, lr=0.1)
+    alone = torch.cat([model(query) for query in x.split(1)])
+    assert torch.allclose(model(x), alone, atol=1e-6)
+    with pytest.raises(ValueError, match="reads 'features', which the model sets while it runs"):
+        model.replace(adapt=Weights(how=how))(x)
