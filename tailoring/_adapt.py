@@ -168,7 +168,10 @@ class CN(Adapter):
             sites = [site for site in sites if site is not None]
         if not sites:
             asked = f"chosen by {self!r}" if self.at else "that is a normalisation layer or a hidden activation"
-            hint = "" if self.at else " (activations called as functions, torch.tanh or F.relu, are none: name the layers before them)"
+            hint = " with an output of real floating-point numbers"
+            if not self.at:
+                functions = "activations called as functions, torch.tanh or F.relu, are none: name the layers before them"
+                hint = f" ({functions}; nor is one whose output the model returns: name it if it is to be adapted)"
             raise ValueError(
                 f"no module {asked} runs in this forward pass{hint}; name the modules to adapt, the model has: {describe(modules)}"
             )

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ._recurrent import unrolled_layers
 from ._sites import Reading, alone, intercepted
-from ._trees import copies_per_query
+from ._trees import copies_per_query, tensors
 
 
 def call_with_copies(
@@ -59,7 +59,12 @@ def call_with_copies(
             out = functional_call(bare, {f"model.{place}": t for place, t in placed.items()}, own_args, own_kwargs, tie_weights=False)
         flat, out_spec = pytree.tree_flatten(out)
         found.append((flat, out_spec))
-        return [t for t in flat if isinstance(t, Tensor)]
+        if not tensors(flat):
+            raise ValueError(
+                f"no tensor is found in the {type(out).__name__} that the model answers, so those of all queries cannot be put together: "
+                "return tensors in tuples, lists or dicts, or register your class with torch.utils._pytree.register_dataclass"
+            )
+        return tensors(flat)
 
     with alone():  # functional_call swaps the module's weights while it runs
         shared = dict(model.named_parameters())

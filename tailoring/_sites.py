@@ -261,9 +261,10 @@ def refuse_disorder(seen: Iterable[Seen]) -> None:
     for s in seen:
         if not s.in_order:
             raise ValueError(
-                f"module {s.name!r} is given rows, not one query after the other in the order they came (does the model sort them? a "
-                "torch.cat of views, a flattened (time, queries)?), or not equally many of each (tokens sent to experts?): they cannot be "
-                "told apart. Sort outside the model; stack views in dimension 1 and flatten, or call the module once for each"
+                f"module {s.name!r} is given rows, not one query after the other in the order they came (does the model sort them, or pack "
+                "sequences? a torch.cat of views, a flattened (time, queries)?), or not equally many of each (tokens sent to experts?): "
+                "they cannot be told apart. Sort outside the model; pad sequences instead of packing them; stack views in dimension 1 and "
+                "flatten, or call the module once for each"
             )
 
 

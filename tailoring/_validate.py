@@ -44,6 +44,7 @@ def check_losses(losses: Any, queries: int) -> None:
         raise TypeError(f"the tailoring loss must return a tensor of shape ({queries},), not {type(losses).__name__}")
     if losses.shape != (queries,):
         hint = "; keep one value per query instead of their mean or sum" if losses.ndim == 0 else ""
+        hint = "; sum over all other dimensions, losses.flatten(1).sum(1)" if losses.ndim > 1 and len(losses) == queries else hint
         raise ValueError(
             f"the tailoring loss must return one value per query, shape ({queries},), but its shape is {tuple(losses.shape)}{hint}"
         )

@@ -1,5 +1,7 @@
 """What a look with fresh eyes found, by using the library as its users would."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -158,3 +160,48 @@ def test_what_a_model_leaves_behind_is_one_querys_with_copies(how):
     assert torch.allclose(model(x), alone, atol=1e-6)
     with pytest.raises(ValueError, match="reads 'features', which the model sets while it runs"):
         model.replace(adapt=Weights(how=how))(x)
+
+
+@dataclass
+class Answer:
+    y: torch.Tensor
+
+
+class InAnObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x):
+        return Answer(self.body(x))
+
+
+@pytest.mark.filterwarnings("ignore:no tensor is found in the model's answer")
+@pytest.mark.parametrize("how", ["vmap", "loop"])
+def test_copies_need_answers_that_can_be_put_together(how):
+    model = Tailored(InAnObject(), lambda model, x: model(x).y.square().sum(1), adapt=Weights(how=how))
+    with pytest.raises(ValueError, match="no tensor is found in the Answer"):
+        model(torch.randn(4, 3))
+
+
+class Packing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.last(self.layer(packed)[1][-1])
+
+
+@pytest.mark.parametrize("adapt", [CN(), Weights()], ids=repr)
+def test_packed_sequences_say_what_to_do(adapt):
+    model = Tailored(Packing(), lambda model, *x: model(*x).square().sum(1), adapt=adapt)
+    with pytest.raises(ValueError, match="pad sequences instead of packing them"):
+        model(torch.randn(3, 5, 3), torch.tensor([5, 2, 3]))
+
+
+def test_a_loss_with_too_many_dimensions_is_told_which_to_sum():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
+    with pytest.raises(ValueError, match=r"but its shape is \(4, 2\); sum over all other dimensions"):
+        Tailored(net, lambda model, x: model(x).square())(x)
