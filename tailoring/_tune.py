@@ -59,8 +59,8 @@ def tune(
     """Try every step size for 0 to `steps` steps on the labelled `data`, batches (x, y), and keep the best.
 
     0 steps are always among the candidates, so the outcome is never worse than the plain model on these data. `task_loss` is a
-    mean over its batch; a setting whose loss is not finite anywhere loses. With another optimiser than gradient descent only the number of
-    steps is chosen.
+    mean over its batch, or one value per query; a setting whose loss is not finite anywhere loses. With another optimiser than gradient
+    descent only the number of steps is chosen.
     """
     if steps < 1 or not lrs:
         raise ValueError(f"tune needs at least one step and one step size, not {steps} and {list(lrs)}")
@@ -84,7 +84,7 @@ def _with(model: Tailored, rate: float | None, steps: int) -> Tailored:
 def _curves(model: Tailored, batches: list[tuple[Any, Any]], task_loss: Callable[[Any, Any], Tensor]) -> tuple[Tensor, Tensor]:
     """The mean task loss and tailoring loss after 0, 1, ... steps, (steps + 1,) each."""
     sizes = torch.tensor([count_rows(x) for x, _ in batches], dtype=torch.float64)
-    task = torch.tensor([[float(task_loss(y_hat, y)) for y_hat in _answers(model, x)] for x, y in batches], dtype=torch.float64)
+    task = torch.tensor([[float(task_loss(y_hat, y).mean()) for y_hat in _answers(model, x)] for x, y in batches], dtype=torch.float64)
     tailoring = torch.stack([model.trace(x).losses.double().mean(1).cpu() for x, _ in batches])
     return (sizes @ task) / sizes.sum(), (sizes @ tailoring) / sizes.sum()
 

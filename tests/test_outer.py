@@ -146,6 +146,8 @@ def test_tune_finds_the_best_setting_and_never_a_worse_one_than_none():
             expected = F.mse_loss(tailored(lr=lr, steps=steps)(x), y)
             if expected.isfinite():
                 torch.testing.assert_close(value, expected.item(), rtol=1e-6, atol=1e-9)
+    per_query = tune(tailored(), data, lambda p, y: (p - y).square().mean(1), lrs=tuned.lrs, steps=4)
+    torch.testing.assert_close(per_query.task, tuned.task, rtol=1e-6, atol=1e-9)
     useless = tune(tailored(), [(x, mlp()(x).detach())], F.mse_loss, lrs=(1e-2,), steps=2)
     assert useless.steps == 0
     assert "does not help" in str(useless)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -40,10 +41,11 @@ class Probed:
         gained = torch.tensor(self.gained, dtype=torch.float64)
         return bootstrap_difference(gained, torch.zeros_like(gained))
 
-    @property
-    def cosine(self) -> Interval:
-        cosines = torch.tensor(self.cosines, dtype=torch.float64)
-        return bootstrap_difference(cosines, torch.zeros_like(cosines))
+    def cosine(self, right_0: int | None = None) -> Interval:
+        """Of all images, or of those that are right in so many copies without the step: has it a direction of its own, or confirms it?"""
+        chosen = [c for c, right in zip(self.cosines, self.right_0, strict=True) if right_0 in (None, right)]
+        cosines = torch.tensor(chosen, dtype=torch.float64)
+        return bootstrap_difference(cosines, torch.zeros_like(cosines)) if chosen else (math.nan, math.nan, math.nan)
 
 
 @torch.no_grad()
@@ -63,9 +65,9 @@ def probe(model: Tailored, part: TensorImages, sigma: float, *, copies: int, see
             gained[copy, rows] = (probabilities[0] - probabilities[1]).double().cpu()
             with torch.autocast(device.type, enabled=False):  # bfloat16 would lose the angle between short gradients
                 cosines[copy, rows] = theory.alignment(model, [(noisy, labels)], F.cross_entropy).cosine.double().cpu()
-    counts = [[int(n) for n in votes.sum(0)] for votes in (right, right_0)]
-    means = [[round(number, 6) for number in numbers.mean(0).tolist()] for numbers in (gained, cosines)]
-    return Probed(copies, *counts, *means)
+    counts, zeros = ([int(n) for n in votes.sum(0)] for votes in (right, right_0))
+    gains, angles = ([round(number, 6) for number in numbers.mean(0).tolist()] for numbers in (gained, cosines))
+    return Probed(copies, counts, zeros, gains, angles)
 
 
 def _votes(logits: Tensor, labels: Tensor) -> Tensor:
