@@ -265,3 +265,34 @@ def test_the_best_of_exact_weights_has_a_pair_for_each_step(lr):
         torch.testing.assert_close(found.prediction, expected.prediction)
         assert found.steps.tolist() == expected.steps.tolist()
     torch.testing.assert_close(model.predict(x, trace.state), expected.prediction)
+
+
+# Passes of a loss
+
+
+def against_a_step(model, x):
+    """The answer beside the query, in the direction in which it grows: found by a derivative that is not differentiated again."""
+    beside = x.clone().requires_grad_()
+    (direction,) = torch.autograd.grad(size(model, beside).sum(), beside)
+    return (model(x + 0.1 * direction) - model(x)).square().sum(1)
+
+
+def against_itself(model, x):
+    with torch.no_grad():
+        target = model(-x)
+    return (model(x) - target).square().sum(1)
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("loss", [against_a_step, against_itself])
+@pytest.mark.parametrize("backprop", ["none", "last", "all"])
+def test_passes_that_a_loss_takes_no_gradient_of_do_not_count(loss, backprop):
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model = Tailored(net, loss, adapt=Weights(), steps=2, lr=0.1, backprop=backprop)
+    assert next(iter(model.replace(steps=1).tailor(x).values())).rank == (2 if loss is against_a_step else 1)
+    grads = [
+        torch.autograd.grad(sum(outer_losses(way, nn.functional.mse_loss, x, y)), list(net.parameters()))
+        for way in (model, model.replace(adapt=Weights(how="loop")))
+    ]
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*grads, strict=True))

@@ -1,67 +1,17 @@
-"""What a look with fresh eyes found, by using the library as its users would."""
+"""Models, and ways to use them, that cannot be adapted as they are: the error says why, and what to do."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
 import pytest
 import torch
+from nets import size
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from tailoring import CN, Shift, Tailored, Weights, outer_losses
+from tailoring import CN, Shift, Tailored, Weights
 
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
-def size(model, x):
-    return model(x).square().sum(1)
-
-
-class Checkpointed(nn.Module):
-    """Its first layers are computed again in the backward pass, by one of the two ways of torch, or only where that saves something."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.first, self.act, self.last, self.how = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), how
-
-    def hidden(self, x):
-        return self.act(self.first(x))
-
-    def forward(self, x):
-        if self.how == "plain" or (self.how == "where it saves" and not (torch.is_grad_enabled() and self.first.weight.requires_grad)):
-            return self.last(self.hidden(x))
-        return self.last(checkpoint(self.hidden, x, use_reentrant=self.how == "reentrant"))
-
-
-@pytest.mark.parametrize("adapt", [CN(), Shift("first"), Weights(), Weights(how="vmap"), Weights(how="loop"), Weights("first")], ids=repr)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch, for the reentrant way
-@pytest.mark.parametrize("how", ["not reentrant", "reentrant", "where it saves"])
-def test_a_module_that_would_be_run_again_without_its_adaptation_is_refused(adapt, how):
-    model = Tailored(Checkpointed(how), size, adapt=adapt, steps=2, lr=0.1)
-    with torch.no_grad(), pytest.raises(ValueError, match="runs within torch"):
-        model(torch.randn(4, 3))
-
-
-@pytest.mark.parametrize("adapt", [CN("last"), Shift("last"), Weights("last")], ids=repr)
-def test_what_lies_outside_of_a_checkpoint_is_adapted(adapt):
-    x, plain = torch.randn(4, 3), Checkpointed("plain")
-    expected = Tailored(plain, size, adapt=adapt, steps=2, lr=0.1)(x)
-    for how in ("not reentrant", "where it saves"):
-        net = Checkpointed(how)
-        net.load_state_dict(plain.state_dict())
-        assert torch.allclose(Tailored(net, size, adapt=adapt, steps=2, lr=0.1)(x), expected, atol=1e-6)
-
-
-def test_a_tailored_model_may_itself_be_checkpointed():
-    x = torch.randn(4, 3)
-    model = Tailored(Checkpointed("plain"), size, steps=2, lr=0.1, backprop="all")
-    grads = [
-        torch.autograd.grad(answer.square().sum(), list(model.parameters()))
-        for answer in (checkpoint(model, x, use_reentrant=False), model(x))
-    ]
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads, strict=True))
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize("layer", [nn.utils.spectral_norm(nn.Linear(4, 4)), nn.RReLU()], ids=["spectral_norm", "RReLU"])
@@ -107,33 +57,6 @@ def test_a_start_that_was_learned_for_other_inputs_says_so(adapt, net, words):
         model.net[2] = nn.Linear(12, 2)
     with pytest.raises(ValueError, match=words):
         model(torch.randn(2, 3, 3))
-
-
-def against_a_step(model, x):
-    """The answer beside the query, in the direction in which it grows: found by a derivative that is not differentiated again."""
-    beside = x.clone().requires_grad_()
-    (direction,) = torch.autograd.grad(size(model, beside).sum(), beside)
-    return (model(x + 0.1 * direction) - model(x)).square().sum(1)
-
-
-def against_itself(model, x):
-    with torch.no_grad():
-        target = model(-x)
-    return (model(x) - target).square().sum(1)
-
-
-@pytest.mark.parametrize("loss", [against_a_step, against_itself])
-@pytest.mark.parametrize("backprop", ["none", "last", "all"])
-def test_passes_that_a_loss_takes_no_gradient_of_do_not_count(loss, backprop):
-    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    model = Tailored(net, loss, adapt=Weights(), steps=2, lr=0.1, backprop=backprop)
-    assert next(iter(model.replace(steps=1).tailor(x).values())).rank == (2 if loss is against_a_step else 1)
-    grads = [
-        torch.autograd.grad(sum(outer_losses(way, nn.functional.mse_loss, x, y)), list(net.parameters()))
-        for way in (model, model.replace(adapt=Weights(how="loop")))
-    ]
-    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*grads, strict=True))
 
 
 class Remembering(nn.Module):
