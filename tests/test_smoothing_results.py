@@ -550,7 +550,7 @@ def test_parts_that_are_missing_are_left_out(tmp_path, finished):
     assert "Does the step itself help?" not in text
 
 
-@pytest.mark.parametrize("name", ["smoothing", "smoothing-seed1", "macer", "imagenette"])
+@pytest.mark.parametrize("name", ["smoothing", "smoothing-seed1", "smoothing-why", "macer", "imagenette"])
 def test_the_tables_in_the_docs_are_those_of_the_committed_rows(name):
     folder = ROOT / "docs" / "experiments" / name
     page = folder.with_suffix(".md").read_text()
@@ -559,6 +559,13 @@ def test_the_tables_in_the_docs_are_those_of_the_committed_rows(name):
     for table in made:
         words = f"**{table.title}**\n\n{table.markdown()}\n"
         assert words in page, f"docs/experiments/{name}.md does not hold the table {table.title!r} of its rows"
+
+
+def test_where_the_large_networks_steps_point_is_told_as_in_its_rows():
+    folder = ROOT / "docs" / "experiments" / "smoothing-why"
+    (table,) = (table for table in tables(Results(folder / "resnet110")) if table.title.startswith("Where does the step point"))
+    assert len(table.rows) == 5
+    assert table.markdown() in folder.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize(
