@@ -49,7 +49,7 @@ class Unrolled(nn.Module):
         (CN(learned_start=True), Unrolled, "needs a start for 'act:2.gamma'"),
         (Shift("0", learned_start=True), lambda: nn.Sequential(nn.Linear(3, 4), nn.Flatten(), nn.LazyLinear(2)), "is 0.shift"),
     ],
-    ids=repr,
+    ids=["CN", "Shift"],
 )
 def test_a_start_that_was_learned_for_other_inputs_says_so(adapt, net, words):
     model = Tailored(net(), size, adapt=adapt).prepare(torch.randn(2, 2, 3))
