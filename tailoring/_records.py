@@ -140,12 +140,17 @@ def _with_dimensions(out: Any, dimensions: Mapping[int, int | None]) -> list[tup
     return [(t, dimensions.get(place, 0) if t.ndim else None) for place, t in enumerate(tensors(out))]
 
 
+def in_inference_mode() -> bool:
+    """Never while dynamo looks, which leaves its graph at the question."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
 def leaves_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
     """Inference tensors cannot take part in the inner gradients, so leave that mode and clone them."""
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        if not in_inference_mode():
             return method(self, *args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             args, kwargs = map_tensors(lambda t: t.clone() if t.is_inference() else t, (args, kwargs))

@@ -17,7 +17,7 @@ from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep
 from ._kernels import Structure, may_look, precision_of, structure_of
 from ._learned import Learned
-from ._records import Batch, Places, Starts, Trace, all_finite, leaves_inference_mode
+from ._records import Batch, Places, Starts, Trace, all_finite, in_inference_mode, leaves_inference_mode
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Reuse, find_prefix, held_by, multiplications, worth_keeping
 from ._rules import LBFGS, Descent, Functional, Rates
@@ -154,7 +154,7 @@ class Tailored(Fitting):
 
     def states(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Iterator[State]:
         """The state before the first and after each inner step, with the graph that `backprop` keeps."""
-        if torch.is_inference_mode_enabled():  # a generator must not yield from inside a mode, so this one runs ahead
+        if in_inference_mode():  # a generator must not yield from inside a mode, so this one runs ahead
             yield from _all_states(self, x, start=start, seeds=seeds)
             return
         if count_rows(x) == 0:

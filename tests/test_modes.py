@@ -115,6 +115,21 @@ def test_it_compiles_as_one_graph(adapter, backprop, dynamic, backend):
 
 
 @pytest.mark.no_cover
+@pytest.mark.parametrize("method", ["states", "path", "tailor", "trace"])
+def test_every_way_in_compiles_as_one_graph(method):
+    """As parts of a training objective, which is compiled as a whole."""
+    torch.compiler.reset()
+    x = queries()
+    model = tailored("CN", backprop="all").prepare(x)
+
+    def found():
+        out = getattr(model, method)(x)
+        return out.prediction if method == "trace" else out if method == "tailor" else list(out)
+
+    torch.testing.assert_close(torch.compile(found, fullgraph=True, backend="eager")(), found())
+
+
+@pytest.mark.no_cover
 def test_guards_work_in_compiled_code():
     torch.compiler.reset()
 
