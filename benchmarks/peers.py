@@ -11,6 +11,7 @@ once. "JAX CN" moves the scales and shifts that CN does. JAX multiplies at the p
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,11 +28,14 @@ LR = 1e-4
 
 def cases(o: Options) -> Cases:
     torch.manual_seed(1)
-    x = torch.randn(o.queries, 25, device=o.device)
+    x = torch.randn(o.queries, 25)  # on the CPU: in JAX's process nothing of PyTorch's is to run on a GPU
 
     def tailored(adapt: Adapter, compile: bool | dict[str, Any]) -> Run:
-        model = Tailored(planets(o.device), drift, adapt=adapt, steps=o.steps, lr=LR, compile=compile)
-        return without_gradients(lambda: model(x))
+        model, queries = Tailored(planets(o.device), drift, adapt=adapt, steps=o.steps, lr=LR, compile=compile), x.to(o.device)
+        return without_gradients(lambda: model(queries))
+
+    def peer(made: Callable[[nn.Module, Tensor, int], Run]) -> Run:
+        return made(planets(o.device), x.to(o.device), o.steps)
 
     autotuned: Cases = {
         "CN autotuned": lambda: tailored(CN(), {"mode": "max-autotune"}),
@@ -45,10 +49,10 @@ def cases(o: Options) -> Cases:
         "Weights": lambda: tailored(Weights(), False),
         "Weights compiled": lambda: tailored(Weights(), True),
         "JAX weights": lambda: with_jax(x, o, weights=True),
-        "torch.func.vmap": lambda: with_vmap(planets(o.device), x, o.steps),
-        "higher": lambda: with_higher(planets(o.device), x, o.steps),
-        "torchopt": lambda: with_torchopt(planets(o.device), x, o.steps),
-        "torch-ttt": lambda: with_torch_ttt(planets(o.device), x, o.steps),
+        "torch.func.vmap": lambda: peer(with_vmap),
+        "higher": lambda: peer(with_higher),
+        "torchopt": lambda: peer(with_torchopt),
+        "torch-ttt": lambda: peer(with_torch_ttt),
     }
 
 
@@ -140,7 +144,7 @@ def with_jax(x: Tensor, o: Options, *, weights: bool) -> Run:
     linears = [
         (jnp.array(m.weight.detach().numpy().T), jnp.array(m.bias.detach().numpy())) for m in net.modules() if isinstance(m, nn.Linear)
     ]
-    queries = jnp.array(x.cpu().numpy())
+    queries = jnp.array(x.numpy())
     hidden = len(linears) - 1
     start = linears if weights else [(jnp.ones(w.shape[1]), jnp.zeros(w.shape[1])) for w, _ in linears[:-1]]
 
@@ -165,7 +169,7 @@ def with_jax(x: Tensor, o: Options, *, weights: bool) -> Run:
 
     run = jax.jit(jax.vmap(answer))
     found = torch.tensor(run(queries).tolist())
-    ours = Tailored(net, drift, adapt=Weights() if weights else CN(), steps=o.steps, lr=LR)(x.cpu())
+    ours = Tailored(net, drift, adapt=Weights() if weights else CN(), steps=o.steps, lr=LR)(x)
     assert torch.allclose(found, ours, rtol=1e-2, atol=1e-3), "JAX computes something else"
     last = [run(queries)]
 

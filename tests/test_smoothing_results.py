@@ -407,7 +407,7 @@ class StopError(Exception):
 @pytest.mark.no_cover
 @pytest.mark.parametrize("role", ["meta", "scratch", "macer-meta"])
 def test_a_compiled_run_trains_the_same_network(finished, tmp_path, monkeypatch, role):
-    """As one graph, from which nothing breaks out. With dynamo, not with inductor, which takes a minute and makes no CPU code of the noise."""
+    """As one graph, without a break. With dynamo, not with inductor, which takes a minute and makes no CPU code of the noise."""
     monkeypatch.setattr(RobustLoss, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))
     monkeypatch.setattr(smoothing, "WORTH_COMPILING", 0)
     shutil.copytree(finished / "weights", tmp_path / "weights", ignore=shutil.ignore_patterns(f"s0.5-{role}.*"))
