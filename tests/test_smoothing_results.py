@@ -222,6 +222,20 @@ def test_a_recorded_graph_trains_as_the_cpu_does(tmp_path, only):
 # How a classifier is tailored
 
 
+def lengths_of(net, x, inner):
+    """How far the step moves each query."""
+    moved = tailored(net, inner).tailor(x)
+    return sum(((t - float("gamma" in name)) ** 2).sum(1) for name, t in moved.items()).sqrt()
+
+
+def test_from_scratch_no_step_is_long(tmp_path):
+    """In training, certification and probe alike; unless the settings bound it themselves."""
+    for inner, clip in ((Inner(), 1.0), (Inner(clip=0.2), 0.2), (Inner(normalised=True), None)):
+        found = [item for item in plan(tiny(tmp_path, inner=inner)) if item.role == "scratch"]
+        assert [type(item).__name__ for item in found] == ["Certification", "Probe"]
+        assert {item.inner for item in found} == {item.training.inner for item in found} == {replace(inner, clip=clip)}
+
+
 def test_the_settings_of_the_search_do_what_they_say():
     net = build("resnet20", 4).eval()
     names = blocks(net)
@@ -236,9 +250,9 @@ def test_the_settings_of_the_search_do_what_they_say():
     assert sites(where="lower") == set(names[:5])
     assert sites(where="upper") == set(names[5:])
     assert sites(adapt="weights") == {f"{names[-1]}.{layer}" for layer in ("conv1", "bn1", "conv2", "bn2")}
-    moved = tailored(net, Inner(lr=0.7, normalised=True)).tailor(x)
-    lengths = sum(((t - float("gamma" in name)) ** 2).sum(1) for name, t in moved.items()).sqrt()
-    torch.testing.assert_close(lengths, torch.full((2,), 0.7), rtol=1e-3, atol=0)
+    torch.testing.assert_close(lengths_of(net, x, Inner(lr=0.7, normalised=True)), torch.full((2,), 0.7), rtol=1e-3, atol=0)
+    shortest = 0.5 * lengths_of(net, x, Inner(lr=1.0)).min().item()
+    torch.testing.assert_close(lengths_of(net, x, Inner(lr=3.0, clip=shortest)), torch.full((2,), 3 * shortest), rtol=1e-3, atol=0)
     assert all(tailored(net, inner, backprop=inner.backprop) for inner in regimes(Inner()).values())
 
 
@@ -802,6 +816,8 @@ def test_it_runs_where_the_commands_packages_are_not():
         (["--validation-n", "0"], "--validation-n must be at least 1"),
         (["--autotune"], "give --compile, too"),
         (["--inner.features", "middle", "--inner.where", "upper"], "choose --where lower or all"),
+        (["--inner.clip", "0"], "--clip must be above 0, not 0"),
+        (["--inner.clip", "1", "--inner.normalised"], "choose one of the two"),
         (["--alpha", "1.5"], "between 0 and 1"),
         (["--inner.steps", "0"], "--inner.steps must be at least 1"),
         *(

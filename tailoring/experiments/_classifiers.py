@@ -46,6 +46,8 @@ class Tailoring:
     """weights: tailor the weights of one block, the last of those chosen by --where, in place of scales and shifts"""
     normalised: bool = False
     """step by `lr` along each query's gradient, however short that is"""
+    clip: float | None = None
+    """longest gradient that a query steps along; the paper names none, and trained networks' are shorter than 0.4"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,11 @@ class Inner(Tailoring):
 
 
 def refuse_idle(inner: Tailoring) -> None:
-    """Raise if the loss cannot see what would be tailored."""
+    """Raise if the loss cannot see what would be tailored, or a bound has nothing to bound."""
+    if inner.clip is not None and not inner.clip > 0:
+        raise ValueError(f"--clip must be above 0, not {inner.clip}")
+    if inner.clip is not None and inner.normalised:
+        raise ValueError("--clip bounds gradients, and --normalised steps have a length of their own, --lr: choose one of the two")
     if inner.features == "middle" and inner.where == "upper":
         raise ValueError("--features middle lie below the blocks of --where upper, so nothing would move: choose --where lower or all")
 
@@ -88,7 +94,7 @@ def tailored(net: nn.Module, inner: Tailoring, *, backprop: Backprop = "none", c
         adapt=CN(*chosen) if inner.adapt == "cn" else Weights(chosen[-1]),
         steps=inner.steps,
         lr=inner.lr / SHORTEST if inner.normalised else inner.lr,
-        clip=SHORTEST if inner.normalised else None,
+        clip=SHORTEST if inner.normalised else inner.clip,
         backprop=backprop,
         compile=compile,
     )

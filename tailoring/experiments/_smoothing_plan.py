@@ -13,6 +13,8 @@ from ._classifiers import Inner
 from ._smoothing_config import Config, check
 from ._smoothing_losses import Method
 
+SCRATCH_CLIP = 1.0  # three times the longest gradient that a trained ResNet-110 was seen to have
+
 
 @dataclass(frozen=True)
 class Training:
@@ -144,7 +146,12 @@ def base(config: Config, sigma: float) -> Training:
 
 
 def from_scratch(config: Config, sigma: float) -> Training:
-    return replace(base(config, sigma), role="scratch", inner=config.inner)
+    """Meta-tailored from the first epoch on, with short steps.
+
+    An untrained ResNet-110 has gradients of any length, and some thirty updates with such steps ruined it.
+    """
+    bounded = config.inner.normalised or config.inner.clip is not None
+    return replace(base(config, sigma), role="scratch", inner=config.inner if bounded else replace(config.inner, clip=SCRATCH_CLIP))
 
 
 def on_top(config: Config, sigma: float, role: str, **changes: Any) -> Training:
@@ -188,7 +195,7 @@ def _other_method(config: Config, sigma: float, method: Method, epochs: int) -> 
 def _scratch(config: Config, sigma: float) -> Iterator[Certification]:
     """Meta-tailored from the first epoch on, and the very same training without any step."""
     zero, scratch = replace(config.inner, steps=0), from_scratch(config, sigma)
-    yield Certification(scratch, "scratch", config.inner, config.n)
+    yield Certification(scratch, "scratch", scratch.inner, config.n)
     yield Certification(scratch, "scratch-0", zero, config.n)
     yield Certification(replace(scratch, role="scratch-control", inner=zero), "scratch-control", zero, config.n)
 
@@ -220,7 +227,8 @@ def _probes(config: Config, sigma: float) -> Iterator[Probe]:
         yield Probe(trained, role, inner)
     yield Probe(on_top(config, sigma, "meta"), "meta", config.inner)
     if "scratch" in config.extras:
-        yield Probe(from_scratch(config, sigma), "scratch", config.inner)
+        scratch = from_scratch(config, sigma)
+        yield Probe(scratch, "scratch", scratch.inner)
     for training, role, inner in _tried(config, sigma):
         yield Probe(training, role, inner)
 
