@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from threading import get_ident
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ._kernels import plain_kernels
@@ -139,17 +140,19 @@ class Seen:
     checkpointed: bool = False  # within `torch.utils.checkpoint`, which runs the module again in the backward pass
 
 
-def watch(model: nn.Module, x: Any) -> list[Seen]:
+def watch(model: nn.Module, x: Any, rerun: set[int] | None = None) -> list[Seen]:
     """Every module's inputs and outputs in the order in which the outputs arrive, from three small trial passes.
 
     Two copies of the first query, then three: the dimension that holds the queries is the one that grows. Then two different
-    queries, in either order: the rows of each must stand where it stands.
+    queries, in either order: the rows of each must stand where it stands. `rerun` takes the ids of the parameters that functions are
+    given within `torch.utils.checkpoint`.
     """
     checkpointed: set[str] = set()
     with torch.no_grad(), plain_kernels(model, graph=False):
         pair = first_and_another(model, x)
         turned = map_tensors(lambda t: t.flip(0) if t.ndim else t, pair)
-        with torch.set_grad_enabled(not _checkpoints_here()):  # without, some models make none; and one around us counts what is saved
+        # Without gradients some models make no checkpoints, and one around us counts what is saved.
+        with torch.set_grad_enabled(not _checkpoints_here()), nullcontext() if rerun is None else _Noting(rerun):
             two = _watch_once(model, model_call(_first(x, 2)), checkpointed)
         three, other, swapped = (_watch_once(model, model_call(trial)) for trial in (_first(x, 3), pair, turned))
     if [key for key, *_ in two] != [key for key, *_ in three] or not len(two) == len(other) == len(swapped):
@@ -249,6 +252,20 @@ def _checkpoints_here() -> int:
     return found
 
 
+class _Noting(TorchFunctionMode):
+    """Takes down the parameters that functions are given within a checkpoint, be it by modules or without any."""
+
+    def __init__(self, ids: set[int]):
+        super().__init__()
+        self.ids, self.around = ids, _checkpoints_here()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [id(t) for t in tensors((args, kwargs or {})) if isinstance(t, nn.Parameter)]
+        if given and _checkpoints_here() > self.around:
+            self.ids.update(given)
+        return func(*args, **(kwargs or {}))
+
+
 def _row_dimension(two: torch.Size, three: torch.Size) -> int | None:
     if len(two) != len(three):
         return None
@@ -272,11 +289,15 @@ def refuse_checkpoints(seen: Iterable[Seen]) -> None:
     """Raise if a module that is to be adapted would be run again when it no longer is."""
     for s in seen:
         if s.checkpointed:
-            raise ValueError(
-                f"module {s.name!r} runs within torch.utils.checkpoint, which would compute it again in the backward pass without its "
-                "adaptation: switch activation checkpointing off while tailoring (gradient_checkpointing_disable() of a transformer), or "
-                "adapt modules outside of it. To save memory, use chunk=, or recompute=True with backprop='all'"
-            )
+            raise checkpoint_error(f"module {s.name!r} runs")
+
+
+def checkpoint_error(what_runs: str) -> ValueError:
+    return ValueError(
+        f"{what_runs} within torch.utils.checkpoint, which would compute it again in the backward pass without its "
+        "adaptation: switch activation checkpointing off while tailoring (gradient_checkpointing_disable() of a transformer), or "
+        "adapt what lies outside of it. To save memory, use chunk=, or recompute=True with backprop='all'"
+    )
 
 
 def matching(at: tuple[At, ...], names: Mapping[str, nn.Module]) -> set[str]:

@@ -21,7 +21,20 @@ from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
 from ._places import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 from ._recurrent import Unrolled, is_patched
-from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching, refuse_checkpoints, refuse_disorder, watch
+from ._sites import (
+    Around,
+    At,
+    Reading,
+    alone,
+    check_at,
+    checkpoint_error,
+    describe,
+    intercepted,
+    matching,
+    refuse_checkpoints,
+    refuse_disorder,
+    watch,
+)
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps, transformed
 from ._trees import count_rows, map_tensors, tensors
@@ -64,9 +77,12 @@ class Weights(Adapter):
         chosen = self._chosen(model, named)
         if not chosen:
             raise ValueError(f"{self!r} chooses no parameters; the model has: {', '.join(named) or 'none'}")
-        seen = watch(model, x)
-        own = {id(named[name]) for name in chosen}
-        refuse_checkpoints(s for s in seen if not own.isdisjoint(map(id, model.get_submodule(s.name).parameters())))
+        rerun: set[int] = set()
+        seen = watch(model, x, rerun)
+        own = {id(named[name]): name for name in chosen}
+        refuse_checkpoints(s for s in seen if not own.keys().isdisjoint(map(id, model.get_submodule(s.name).parameters())))
+        if used := own.keys() & rerun:
+            raise checkpoint_error(f"parameter {own[min(used)]!r} is used")
         whole = with_rows([site_of(name, "", name, named[name], "copies", copied=True) for name in named if name in chosen], seen)
         if self.how != "rules":
             return whole
@@ -155,9 +171,10 @@ def _listen(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bo
         values = evaluate({**state, **leaves}, taps)
     if taps.differentiated:
         return None
-    outs = {f"{i}: {tap.weight or tap.bias}": out for i, (tap, out) in enumerate(zip(taps.heard, taps.outs, strict=True))}
-    grads = reached(values, {**leaves, **outs}, graph)
-    heard = [(tap, grads[name]) for tap, name in zip(taps.heard, outs, strict=True) if name in grads]  # else its graph may be gone
+    uses = {f"{i}: {tap.weight or tap.bias}": (tap, out) for i, (tap, out) in enumerate(zip(taps.heard, taps.outs, strict=True))}
+    # From here on the taps may hear more, of a loss that runs the model within `torch.utils.checkpoint`: the same once again.
+    grads = reached(values, {**leaves, **{name: out for name, (_, out) in uses.items()}}, graph)
+    heard = [(tap, grads[name]) for name, (tap, _) in uses.items() if name in grads]  # else its graph may be gone
     return values, {name: grads[name] if name in grads else torch.zeros_like(t) for name, t in free.items()}, heard
 
 
