@@ -1,6 +1,6 @@
 """The first updates of a ResNet-110 that is meta-tailored from scratch, on a CPU: with steps of any length it is lost in some thirty.
 
-    python docs/experiments/smoothing-seed1/first_updates.py ~/data > docs/experiments/smoothing-seed1/first-updates.jsonl    # half an hour
+python docs/experiments/smoothing-seed1/first_updates.py ~/data > docs/experiments/smoothing-seed1/first-updates.jsonl    # a quarter of an hour
 """
 
 from __future__ import annotations
