@@ -82,7 +82,7 @@ class Weights(Adapter):
         own = {id(named[name]): name for name in chosen}
         refuse_checkpoints(s for s in seen if not own.keys().isdisjoint(map(id, model.get_submodule(s.name).parameters())))
         if used := own.keys() & rerun:
-            raise checkpoint_error(f"parameter {own[min(used)]!r} is used")
+            raise checkpoint_error(f"parameter {min(own[key] for key in used)!r} is used")
         whole = with_rows([site_of(name, "", name, named[name], "copies", copied=True) for name in named if name in chosen], seen)
         if self.how != "rules":
             return whole

@@ -1,9 +1,8 @@
-"""Certified robustness, the results: trainings, attacks, controls, rows, tables. The machinery is in test_smoothing and test_certify."""
+"""Certified robustness, whole runs: trainings, controls, rows, reports. The machinery is in test_smoothing and test_certify."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 import os
@@ -21,191 +20,23 @@ from lightning_fabric import Fabric
 from PIL import Image
 from real_data import SHARED, needs
 from safetensors.torch import load_file
-from scipy import stats
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tailoring import theory
 from tailoring.__main__ import main
 from tailoring.experiments import smoothing
-from tailoring.experiments._classifiers import Inner, blocks, build, read_weights, restricted, tailored
+from tailoring.experiments._classifiers import Inner, build, restricted, tailored
 from tailoring.experiments._images import TensorImages, cifar10_splits, folder_splits, made_splits
 from tailoring.experiments._rows import read
-from tailoring.experiments._smoothing_losses import Macer, RobustLoss, SmoothAdv, adversarial, macer_loss, shifted
+from tailoring.experiments._smoothing_losses import RobustLoss
 from tailoring.experiments._smoothing_paper import PAPER, RADII
-from tailoring.experiments._smoothing_plan import base, on_top, plan, regimes
-from tailoring.experiments._smoothing_probe import probe
-from tailoring.experiments._smoothing_report import tables
+from tailoring.experiments._smoothing_plan import base, on_top, plan
 from tailoring.experiments._smoothing_results import Results, difference
 from tailoring.experiments._train import Schedule, trained
 from tailoring.nn import EfficientNetLite0, load_weights
-from tailoring.random import fold, normal, seeds_of
-from tailoring.smoothing import Smoothed, bootstrap_difference, lower_bound, read_log
+from tailoring.smoothing import Smoothed
 
 ROOT = Path(__file__).parent.parent
-
-
-# The losses
-
-
-def macer_by_hand(logits, y, sigma, s):
-    """Zhai et al.'s Algorithm 1, image by image, in plain numbers."""
-    total = 0.0
-    for copies, label in zip(logits.tolist(), y.tolist(), strict=True):
-
-        def mean(sharpness, copies=copies):
-            rows = [[math.exp(sharpness * v) for v in row] for row in copies]
-            return [sum(row[c] / sum(row) for row in rows) / len(rows) for c in range(len(copies[0]))]
-
-        total -= math.log(mean(1.0)[label])
-        q = mean(s.sharpness)
-        other = max(p for c, p in enumerate(q) if c != label)
-        if q[label] > other:
-            total += s.weight * sigma / 2 * max(s.margin - (stats.norm.ppf(q[label]) - stats.norm.ppf(other)), 0)
-    return total / len(y)
-
-
-@pytest.mark.parametrize("spread", [0.1, 0.5, 1.5])
-def test_macer_is_its_formula(spread):
-    random = torch.Generator().manual_seed(0)
-    logits, y = spread * torch.randn(20, 5, 4, generator=random), torch.arange(20) % 4
-    settings = Macer(weight=3.0, margin=2.0, sharpness=2.0)
-    assert float(macer_loss(logits, y, 0.5, settings)) == pytest.approx(macer_by_hand(logits, y, 0.5, settings), rel=1e-4)
-
-
-def test_macer_asks_nothing_of_the_wrong_and_of_the_far_and_stays_finite():
-    logits = torch.tensor([[[9.0, 0.0]], [[0.0, 0.3]], [[80.0, -80.0]]], requires_grad=True)  # far, wrong, far beyond float32
-    y = torch.zeros(3, dtype=torch.int64)
-    loss = macer_loss(logits, y, 0.5, Macer(sharpness=1.0, margin=2.0))
-    torch.testing.assert_close(loss, F.cross_entropy(logits.squeeze(1), y))
-    (gradient,) = torch.autograd.grad(macer_loss(logits, y, 0.5, Macer()), logits)
-    assert gradient.isfinite().all()
-    near = torch.tensor([[[0.5, 0.0]]], requires_grad=True)
-    (gradient,) = torch.autograd.grad(macer_loss(near, y[:1], 0.5, Macer(sharpness=1.0)), near)
-    assert float(gradient[0, 0, 0]) < -1  # downhill is a larger radius
-
-
-def attacked_by_hand(net, x, y, noise, radius, steps):
-    """Salman et al.'s attack on the smoothed classifier, image by image."""
-    found = []
-    for image, label, draws in zip(x, y, noise, strict=True):
-        delta = torch.zeros_like(image)
-        for _ in range(steps):
-            delta.requires_grad_()
-            p = torch.stack([net((image + delta + e)[None]).softmax(1)[0, label] for e in draws]).mean()
-            (g,) = torch.autograd.grad(-p.log(), delta)
-            delta = delta.detach() + 2 * radius / steps * g / g.norm()
-            if delta.norm() > radius:
-                delta = radius * delta / delta.norm()
-            delta = (image + delta).clamp(0, 1) - image
-        found.append(image + delta)
-    return torch.stack(found)
-
-
-def test_the_attack_is_its_algorithm():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-    x, y, noise = torch.rand(5, 3, 2, 2).double(), torch.arange(5) % 3, 0.3 * torch.randn(5, 4, 3, 2, 2).double()
-    found = adversarial(net, x, y, noise, 0.4, 3)
-    torch.testing.assert_close(found, attacked_by_hand(net, x, y, noise, 0.4, 3))
-    assert (found - x).flatten(1).norm(dim=1).max() <= 0.4 + 1e-9
-    assert 0 <= found.min() <= found.max() <= 1
-
-    def risk(images):
-        p = net((images[:, None] + noise).flatten(0, 1)).softmax(1).unflatten(0, (5, 4)).mean(1)
-        return -p.gather(1, y[:, None]).log().squeeze(1)
-
-    assert (risk(found) > risk(x)).all()
-
-
-def images(n=6, size=16):
-    return torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-
-
-def test_images_are_shifted_and_mirrored_by_their_own_seeds():
-    x = images(40)
-    moved = shifted(x, seeds_of(x))
-    padded, mirrored = F.pad(x, (2, 2, 2, 2)), 0
-    for image, source in zip(moved, padded, strict=True):
-        ways = {
-            flip
-            for flip in (False, True)
-            for i in range(5)
-            for j in range(5)
-            if torch.equal(image.flip(2) if flip else image, source[:, i : i + 16, j : j + 16])
-        }
-        assert len(ways) == 1
-        mirrored += True in ways
-    assert 8 < mirrored < 32
-    assert torch.equal(shifted(x[3:4], seeds_of(x[3:4]))[0], moved[3])
-
-
-class Seen(nn.Module):
-    """Keeps what it is asked."""
-
-    def forward(self, x):
-        self.x = x.detach()
-        return x.flatten(1)[:, :2]
-
-
-def test_noise_belongs_to_image_and_epoch_and_has_its_size():
-    x, y, net = images(), torch.zeros(6, dtype=torch.int64), Seen()
-    loss = RobustLoss(net, "noise", 0.5, seed=3, frozen=True, augment=False)
-
-    def asked(x, epoch):
-        loss.start_epoch(epoch)
-        loss(x, y[: len(x)])
-        return net.x
-
-    first = asked(x, 0)
-    assert float((first - x / 255).std()) == pytest.approx(0.5, rel=0.05)
-    assert torch.equal(asked(x.flip(0), 0).flip(0), first)
-    assert torch.equal(asked(x[2:3], 0)[0], first[2])
-    assert not torch.equal(asked(x, 1), first)
-    assert torch.equal(asked(x, 0), first)
-
-
-def small(inner=None, seed=0):
-    torch.manual_seed(seed)
-    net = build("resnet8", 4)
-    for module in net.modules():  # statistics that differ from those of a batch
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-    return net.eval(), tailored(net, inner or Inner(lr=10.0)).eval()
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_meta_tailoring_is_tailoring_in_eval_mode_then_the_task_loss(frozen):
-    x, y = images(), torch.arange(6) % 4
-    net, model = small()
-    loss = RobustLoss(model, "noise", 0.4, seed=0, frozen=frozen, augment=False)
-    seen: list[torch.Tensor] = []
-    hook = net.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
-    before = {name: t.clone() for name, t in net.state_dict().items()}
-    found = loss(x, y)
-    found.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
-    hook.remove()
-    after = net.state_dict()
-    moved = {name for name in before if "running_mean" in name and not torch.equal(before[name], after[name])}
-    assert (not moved) if frozen else len(moved) == sum(isinstance(m, nn.BatchNorm2d) for m in net.modules())
-    net.load_state_dict(before)
-    state = model.eval().tailor(seen[-1])  # what the last pass was asked are the noisy images
-    if not frozen:
-        net.train()
-    torch.testing.assert_close(found, F.cross_entropy(model.predict(seen[-1], state), y))
-
-
-@pytest.mark.parametrize("method", ["macer", "smoothadv"])
-def test_methods_see_as_many_copies_as_they_ask_for(method):
-    x, y = images(), torch.zeros(6, dtype=torch.int64)
-    net = Seen()
-    RobustLoss(net, method, 0.5, seed=0, frozen=True, macer=Macer(copies=5), smoothadv=SmoothAdv(copies=3))(x, y)
-    copies = {"macer": 5, "smoothadv": 3}[method]
-    noisy = net.x.unflatten(0, (6, copies))
-    assert len(net.x) == 6 * copies
-    assert float((noisy - noisy.mean(1, keepdim=True)).std()) > 0.3  # of one image, with different noise
 
 
 @pytest.mark.gpu
@@ -219,15 +50,6 @@ def test_a_recorded_graph_trains_as_the_cpu_does(tmp_path, only):
         torch.testing.assert_close(value, trained(tmp_path / "cpu" / "weights", only)[0][name], atol=2e-2, rtol=2e-2)
 
 
-# How a classifier is tailored
-
-
-def lengths_of(net, x, inner):
-    """How far the step moves each query."""
-    moved = tailored(net, inner).tailor(x)
-    return sum(((t - float("gamma" in name)) ** 2).sum(1) for name, t in moved.items()).sqrt()
-
-
 def test_from_scratch_no_step_is_long(tmp_path):
     """In training, certification and probe alike; unless the settings bound it themselves."""
     for inner, clip in ((Inner(), 1.0), (Inner(clip=0.2), 0.2), (Inner(normalised=True), None)):
@@ -236,75 +58,9 @@ def test_from_scratch_no_step_is_long(tmp_path):
         assert {item.inner for item in found} == {item.training.inner for item in found} == {replace(inner, clip=clip)}
 
 
-def test_the_settings_of_the_search_do_what_they_say():
-    net = build("resnet20", 4).eval()
-    names = blocks(net)
-    assert len(names) == 9
-    x = torch.rand(2, 3, 16, 16)
-
-    def sites(**changes):
-        adapt = tailored(net, replace(Inner(), **changes)).adapt
-        return {site.module for site in adapt.sites(net, x)}
-
-    assert sites() == set(names)
-    assert sites(where="lower") == set(names[:5])
-    assert sites(where="upper") == set(names[5:])
-    assert sites(adapt="weights") == {f"{names[-1]}.{layer}" for layer in ("conv1", "bn1", "conv2", "bn2")}
-    torch.testing.assert_close(lengths_of(net, x, Inner(lr=0.7, normalised=True)), torch.full((2,), 0.7), rtol=1e-3, atol=0)
-    shortest = 0.5 * lengths_of(net, x, Inner(lr=1.0)).min().item()
-    torch.testing.assert_close(lengths_of(net, x, Inner(lr=3.0, clip=shortest)), torch.full((2,), 3 * shortest), rtol=1e-3, atol=0)
-    assert all(tailored(net, inner, backprop=inner.backprop) for inner in regimes(Inner()).values())
-
-
 def test_a_regime_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no regime matches 'lr 7'; there are: paper's, lr 1, "):
         list(plan(tiny(tmp_path, regimes=("logits", "lr 7"), extras=("regimes",))))
-
-
-def test_a_probe_asks_the_same_noisy_images_with_the_step_and_without():
-    torch.manual_seed(0)
-    net, labels = build("resnet8", 3).eval(), torch.tensor([0, 1, 2, 0, 1, 2])
-    part = TensorImages((255 * torch.rand(6, 3, 8, 8)).byte(), labels)
-    ask = functools.partial(probe, part=part, sigma=0.5, copies=3, seed=1, device=torch.device("cpu"))
-    model = tailored(net, Inner(lr=3.0))
-    found = ask(model, batch=4)
-    probabilities, votes, cosines = [], [], []
-    for copy in range(3):
-        x = part.images.float() / 255 + 0.5 * normal(fold(fold(torch.arange(6), 1), copy), (3, 8, 8))
-        with torch.no_grad():
-            answers = torch.stack([answer(x) for answer in (model, net)])
-        votes.append(answers.argmax(2) == labels)
-        probabilities.append(answers.softmax(2)[:, torch.arange(6), labels])
-        cosines.append(theory.alignment(model, [(x, labels)], torch.nn.functional.cross_entropy).cosine)
-    angles = torch.stack(cosines).mean(0)
-    torch.testing.assert_close(torch.tensor(found.cosines), angles, rtol=0, atol=1e-4)
-    some = next(count for count in found.right_0 if found.right_0.count(count) < 6)
-    chosen = angles[torch.tensor(found.right_0) == some]
-    assert [found.cosine()[0], found.cosine(some)[0]] == pytest.approx([float(angles.mean()), float(chosen.mean())], abs=1e-4)
-    assert [found.right, found.right_0] == torch.stack(votes).sum(0).tolist()
-    gained = torch.stack(probabilities).mean(0)
-    torch.testing.assert_close(torch.tensor(found.gained), gained[0] - gained[1], rtol=0, atol=1e-5)
-    assert found.probability_gain[0] == pytest.approx(float((gained[0] - gained[1]).mean()), abs=1e-5)
-    assert found.accuracy_gain[0] == pytest.approx((sum(found.right) - sum(found.right_0)) / 18)
-    assert any(found.gained)
-    idle = ask(tailored(net, Inner(lr=0.0)), batch=6)
-    assert (idle.right, idle.right_0, idle.gained) == (found.right_0, found.right_0, [0.0] * 6)
-
-
-def test_an_attack_copies_no_number_to_the_device():
-    """Trainings are recorded as CUDA graphs, and while one records, nothing may come from the CPU."""
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    x, y, noise = torch.rand(2, 3, 4, 4), torch.tensor([0, 1]), torch.randn(2, 2, 3, 4, 4)
-    with Watch():
-        adversarial(lambda images: images.flatten(1)[:, :3], x, y, noise, 1.0, 2)
-    assert torch.ops.aten.logsumexp.default in seen
-    assert torch.ops.aten.lift_fresh.default not in seen
 
 
 # A whole, tiny run
@@ -431,18 +187,6 @@ def test_a_compiled_run_trains_the_same_network(finished, tmp_path, monkeypatch,
         torch.testing.assert_close(ours[name], value, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_compiled_noise_is_the_same():
-    seeds = torch.arange(50, device="cuda")
-    for shape in ((192,), (1, 3, 8, 8)):
-        expected = normal(seeds, shape).flatten(1)
-        compiled = torch.compile(lambda s, shape=shape: (normal(s, shape).flatten(1), normal(s, shape).flatten(1).sum(1)), dynamic=False)
-        found, total = compiled(seeds)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(total, expected.sum(1), atol=1e-3, rtol=1e-3)
-
-
 def test_a_killed_training_goes_on_to_the_same_result(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(smoothing, "Schedule", functools.partial(Schedule, checkpoint_seconds=0))
     config = tiny(tmp_path, only=("s0.5-base", "s0.5-scratch"))
@@ -562,103 +306,6 @@ def test_parts_that_are_missing_are_left_out(tmp_path, finished):
     assert "extra training alone" in text
     assert "all of meta-tailoring" not in text
     assert "Does the step itself help?" not in text
-
-
-@pytest.mark.parametrize("name", ["smoothing", "smoothing-seed1", "smoothing-why", "macer", "imagenette"])
-def test_the_tables_in_the_docs_are_those_of_the_committed_rows(name):
-    folder = ROOT / "docs" / "experiments" / name
-    page = folder.with_suffix(".md").read_text()
-    made = tables(Results(folder))
-    assert len(made) >= 5
-    for table in made:
-        words = f"**{table.title}**\n\n{table.markdown()}\n"
-        assert words in page, f"docs/experiments/{name}.md does not hold the table {table.title!r} of its rows"
-
-
-def test_where_the_large_networks_steps_point_is_told_as_in_its_rows():
-    folder = ROOT / "docs" / "experiments" / "smoothing-why"
-    (table,) = (table for table in tables(Results(folder / "resnet110")) if table.title.startswith("Where does the step point"))
-    assert len(table.rows) == 5
-    assert table.markdown() in folder.with_suffix(".md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("line", "folder", "sigma", "n"),
-    [
-        ("0.25, 10,000", "smoothing", 0.25, 10_000),
-        ("0.5, 10,000", "smoothing", 0.5, 10_000),
-        ("0.5, 10,000, [second training](smoothing-seed1.md)", "smoothing-seed1", 0.5, 10_000),
-        ("0.5, 100,000, second training", "smoothing-seed1", 0.5, 100_000),
-        ("1, 10,000", "smoothing", 1.0, 10_000),
-    ],
-)
-def test_the_summary_is_that_of_the_rows(line, folder, sigma, n):
-    found = Results(ROOT / "docs" / "experiments" / folder).test(sigma, n)
-
-    def told(against):
-        if against not in found:
-            return "not certified"
-        mean, low, high = difference(found["meta"], found[against])
-        return f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
-
-    cells = [line, *(f"{found[role].acr():.3f}" for role in ("plain", "meta")), told("control-frozen"), told("meta-0")]
-    assert f"| {' | '.join(cells)} |" in (ROOT / "docs" / "experiments" / "smoothing.md").read_text()
-
-
-@pytest.mark.parametrize(("name", "n", "images"), [("smoothing", 10_000, range(0, 10_000, 20)), ("imagenette", 1000, range(0, 500, 5))])
-def test_the_committed_certificates_are_of_the_same_images(name, n, images):
-    results = Results(ROOT / "docs" / "experiments" / name)
-    assert set(results.test(0.5, n)) >= {"plain", "control", "control-frozen", "tailored", "tailored-0", "meta", "meta-0"}
-    for sigma, n in results.settings():
-        found = results.test(sigma, n)
-        assert all(sorted(c.rows) == list(images) for c in found.values())
-        assert len({tuple(c.tensors()[0].tolist()) for c in found.values()}) == 1  # labels
-
-
-def test_the_weights_in_the_repository_are_those_that_were_certified():
-    folder = ROOT / "docs" / "experiments" / "smoothing-seed1"
-    kept = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in (folder / "weights").glob("*.safetensors")}
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    for c in (row for row in rows if row["kind"] == "certification" and row["training"] in kept):
-        head = next(read(folder / "certified" / c["name"] / "rows.jsonl"))
-        assert head["sha256"]["weights"] == kept[c["training"]]
-    net = build("resnet110", 10)
-    load_weights(net, read_weights(folder / "weights" / "s0.5-meta.safetensors"))
-    assert set(kept) == {"s0.5-base", "s0.5-control", "s0.5-meta", "s0.5-smoothadv-control"}
-
-
-@needs("smoothing-logs")
-@pytest.mark.parametrize(
-    ("sigma", "of_the_logs", "thinned", "of_ours"), [(0.25, 0.429, 0.386, 0.376), (0.5, 0.538, 0.503, 0.501), (1.0, 0.542, 0.518, 0.522)]
-)
-def test_our_plain_network_is_about_as_good_as_that_of_the_published_logs(sigma, of_the_logs, thinned, of_ours):
-    """Their 100,000 votes for an image, from its radius, thinned to our 10,000. The numbers are those of the page."""
-    log = read_log(SHARED / "smoothing-logs" / "certify" / "cifar10" / "resnet110" / f"noise_{sigma:.2f}" / "test" / f"sigma_{sigma:.2f}")
-    plain = Results(ROOT / "docs" / "experiments" / "smoothing").test(sigma, 10_000)["plain"]
-    assert log["idx"].tolist() == sorted(plain.rows)
-    assert log["label"].tolist() == plain.tensors()[0].tolist()
-    votes = np.arange(50_500, 100_001)
-    radii = sigma * stats.norm.ppf(lower_bound(torch.tensor(votes), 100_000, 0.001).numpy())
-    right = (log["label"] == log["predict"]).numpy()
-    assert (log["radius"].numpy() * right).mean() == pytest.approx(of_the_logs, abs=5e-4)
-    theirs = votes[np.abs(radii[:, None] - log["radius"].numpy()[right]).argmin(0)]
-    ours = np.random.default_rng(0).hypergeometric(theirs, 100_000 - theirs, 10_000)
-    radius = sigma * stats.norm.ppf(lower_bound(torch.tensor(ours), 10_000, 0.001).numpy())
-    assert radius.clip(0).sum() / len(right) == pytest.approx(thinned, abs=1.5e-3)
-    assert plain.acr() == pytest.approx(of_ours, abs=5e-4)
-
-
-def test_the_bootstrap_interval_covers():
-    """Radii with many zeros, as here: 95 % intervals of the mean difference hold the true one about that often."""
-    random = torch.Generator().manual_seed(0)
-    hits, trials = 0, 300
-    for i in range(trials):
-        right = torch.rand(200, generator=random) < 0.6
-        radius = torch.rand(200, generator=random)
-        a = torch.where(right, radius + 0.1 + 0.2 * torch.randn(200, generator=random), 0.0)
-        _, low, high = bootstrap_difference(a, torch.where(right, radius, 0.0), draws=400, seed=i)
-        hits += low <= 0.06 <= high
-    assert 0.90 < hits / trials < 0.985
 
 
 # The order, the images, other machines

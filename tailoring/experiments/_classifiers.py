@@ -58,8 +58,8 @@ class Inner(Tailoring):
     """order of meta-tailoring; the paper's is first order"""
 
 
-def refuse_idle(inner: Tailoring) -> None:
-    """Raise if the loss cannot see what would be tailored, or a bound has nothing to bound."""
+def check_tailoring(inner: Tailoring) -> None:
+    """Raise if settings contradict each other, or the loss cannot see what would be tailored."""
     if inner.clip is not None and not inner.clip > 0:
         raise ValueError(f"--clip must be above 0, not {inner.clip}")
     if inner.clip is not None and inner.normalised:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ._checks import at_least_one
-from ._classifiers import Inner, Network, refuse_idle
+from ._classifiers import Inner, Network, check_tailoring
 from ._images import data_folder
 from ._smoothing_losses import Macer, SmoothAdv
 
@@ -177,7 +177,7 @@ def check(config: Config) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(config, name)}")
     if not 0 < config.alpha < 1:
         raise ValueError(f"--alpha must lie between 0 and 1, not {config.alpha}")
-    refuse_idle(config.inner)
+    check_tailoring(config.inner)
     if config.autotune and not config.compile:
         raise ValueError("--autotune searches for the kernels of compiled classifiers: give --compile, too")
     if config.inner.steps < 1:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tailoring.nn import load_weights
 from tailoring.smoothing import Smoothed, average_radius, certified_accuracy
 
-from ._classifiers import LARGE, Network, Tailoring, build, class_names, count_classes, for_classes, read_weights, refuse_idle, tailored
+from ._classifiers import LARGE, Network, Tailoring, build, check_tailoring, class_names, count_classes, for_classes, read_weights, tailored
 from ._images import CIFAR10, ImageFolder, Images, TensorImages, cifar10, data_folder, image_folder
 from ._report import Table
 from ._rows import Row, Rows, read, read_folder
@@ -146,7 +146,7 @@ def _check(config: Config) -> None:
         raise ValueError(f"--alpha must lie between 0 and 1, not {config.alpha}")
     if config.autotune and not config.compile:
         raise ValueError("--autotune searches for the kernels of a compiled classifier: give --compile, too")
-    refuse_idle(config)
+    check_tailoring(config)
     if config.network in LARGE and config.data != "given" and (config.statistics or config.shortcut != "conv"):
         raise ValueError(f"--statistics and --shortcut are of the CIFAR networks, {config.network} has its own: leave them out")
     if config.accelerator == "cuda" and not torch.cuda.is_available():

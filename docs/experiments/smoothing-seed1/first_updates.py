@@ -1,6 +1,8 @@
 """The first updates of a ResNet-110 that is meta-tailored from scratch, on a CPU: with steps of any length it is lost in some thirty.
 
-python docs/experiments/smoothing-seed1/first_updates.py ~/data > docs/experiments/smoothing-seed1/first-updates.jsonl    # a quarter of an hour
+    python docs/experiments/smoothing-seed1/first_updates.py ~/data > rows.jsonl
+
+A quarter of an hour; the rows are in first-updates.jsonl.
 """
 
 from __future__ import annotations
