@@ -7,7 +7,19 @@ import torch
 torch.set_num_threads(1)  # the tests' tensors are small: threads cost more than they bring
 
 
-LONG = ("compiled", "smoothing_results", "benchmarks", "certify", "modes", "experiments", "contrastive", "laws", "examples", "reuse")
+LONG = (
+    "compiled",
+    "smoothing_results",
+    "compiled_passes",
+    "benchmarks",
+    "certify",
+    "modes",
+    "planets",
+    "contrastive",
+    "laws",
+    "examples",
+    "reuse",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -23,6 +35,11 @@ def pytest_collection_finish():
 @pytest.fixture
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def compiled_afresh():
+    torch.compiler.reset()
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -68,3 +68,34 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr("tailoring.__main__._main", breaks)
     assert main(["run", "toy"]) == 1
     assert "error: a worker is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["planets", "pendulum", "contrastive", "toy", "smoothing"])
+def test_the_help_of_a_run_tells_of_quick(name, capsys):
+    for flags, words in (([], "--quick: other defaults"), (["--quick"], "The defaults are those of --quick")):
+        with pytest.raises(SystemExit) as stop:
+            main(["run", name, *flags, "--help"])
+        assert stop.value.code == 0
+        assert words in capsys.readouterr().out
+
+
+def test_a_mistyped_flag_is_corrected(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "planets", "--epoch", "3"])
+    assert stop.value.code != 0
+    assert "--epochs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["run"]])
+def test_help_lists_the_experiments(args, capsys):
+    assert main(args) == 0
+    assert "planets" in capsys.readouterr().out
+
+
+def test_help_of_an_experiment_gives_reasons(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "planets", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--stride" in text
+    assert "the paper" in text.lower()

@@ -1,11 +1,18 @@
-"""The files of rows that a run writes: what they hold besides results, damage, and copies."""
+"""The files of rows that a run writes, what they refuse and mend, and the tables that are made of them."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
+import torch
+
+from tailoring.__main__ import main
 from tailoring.experiments import toy
-from tailoring.experiments._rows import Rows, read_folder
+from tailoring.experiments._nbody import System
+from tailoring.experiments._report import Estimate, Table
+from tailoring.experiments._rows import Rows, read, read_folder
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -40,3 +47,155 @@ def test_a_copy_of_the_rows_counts_once(tmp_path):
     once = read_folder(tmp_path, "toy")
     (tmp_path / "rows-backup.jsonl").write_bytes(rows.path.read_bytes())
     assert read_folder(tmp_path, "toy") == once
+
+
+@dataclass(frozen=True)
+class Settings:
+    out: Path = Path()
+    lr: float = 0.1
+    inner: System = field(default_factory=System)
+
+
+def test_rows_are_appended_and_found_again(tmp_path):
+    rows = Rows(tmp_path, "x", Settings())
+    rows.add(kind="result", name="a", lr=0.1, mse=[1.0])
+    again = Rows(tmp_path, "x", Settings(out=Path("elsewhere")))  # where it lies is no setting
+    assert again.has(name="a", lr=0.1)
+    assert not again.has(name="a", lr=0.2)
+    kinds = [row["kind"] for row in read(again.path)]
+    assert kinds == ["config", "session", "result", "session"]
+    session = list(again)[1]
+    assert session["versions"]["torch"] == torch.__version__
+    assert session["commit"]
+
+
+def test_a_row_that_was_cut_off_is_dropped_and_the_rest_kept(tmp_path):
+    rows = Rows(tmp_path, "x", Settings())
+    rows.add(name="a")
+    with rows.path.open("a") as file:
+        file.write('{"name": "b", "ms')  # killed here
+    again = Rows(tmp_path, "x", Settings())
+    again.add(name="c")
+    assert [row.get("name") for row in read(rows.path) if "name" in row] == ["a", "c"]
+
+
+def test_a_broken_line_in_the_middle_is_refused(tmp_path):
+    rows = Rows(tmp_path, "x", Settings())
+    rows.path.write_text("{broken\n" + rows.path.read_text())
+    before = rows.path.read_text()
+    with pytest.raises(ValueError, match="line 1"):
+        Rows(tmp_path, "x", Settings())
+    assert rows.path.read_text() == before
+
+
+def test_results_of_another_config_are_refused_and_kept(tmp_path):
+    rows = Rows(tmp_path, "x", Settings())
+    rows.add(kind="result")
+    path = rows.path
+    with path.open("a") as file:
+        file.write('{"kind": "res')  # not even a broken end is touched
+    before = path.read_text()
+    with pytest.raises(ValueError, match=r"lr: 0\.1 there, 0\.2 now"):
+        Rows(tmp_path, "x", Settings(lr=0.2))
+    with pytest.raises(ValueError, match=r"inner\.gravity: 300\.0 there, 2\.0 now"):
+        Rows(tmp_path, "x", Settings(inner=System(gravity=2.0)))
+    with pytest.raises(ValueError, match="not a result file of y"):
+        Rows(tmp_path, "y", Settings())
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("kept", [b'{"kind": "conf', b"", b'{"kind": "config", "experiment": "y", "config": {"lr": 0.2}}'])
+def test_a_file_without_results_is_written_anew(tmp_path, kept):
+    (tmp_path / "rows.jsonl").write_bytes(kept)
+    Rows(tmp_path, "x", Settings(lr=0.2)).add(kind="data", classes=2)
+    Rows(tmp_path, "x", Settings()).add(kind="result")
+    rows = list(read(tmp_path / "rows.jsonl"))
+    assert [row["kind"] for row in rows] == ["config", "session", "result"]
+    assert rows[0]["config"]["lr"] == 0.1
+
+
+def test_a_file_without_results_but_with_trainings_is_kept(tmp_path):
+    Rows(tmp_path, "x", Settings())
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(ValueError, match="lr: "):
+        Rows(tmp_path, "x", Settings(lr=0.2))
+
+
+def test_a_last_row_that_lacks_only_its_end_is_kept(tmp_path):
+    path = Rows(tmp_path, "x", Settings()).path
+    path.write_bytes(path.read_bytes() + b'{"kind": "result", "name": "a"}')
+    assert Rows(tmp_path, "x", Settings()).has(name="a")
+    assert [row.get("name") for row in read(path)] == [None, None, "a", None]
+
+
+@dataclass(frozen=True)
+class Net:
+    weights: Path
+    out: Path
+
+
+def test_a_file_is_known_by_its_content_and_in_old_rows_by_its_place(tmp_path):
+    def rows(path, out="run", **sha256):
+        return Rows(tmp_path, "x", Net(Path(path), Path(out)), sha256=sha256)
+
+    rows("run/net.pt").add(kind="result")  # from before contents were kept
+    rows("moved/net.pt", "moved", weights="a")
+    with pytest.raises(ValueError, match=r"weights: 'run/net.pt' there, 'run/other.pt' now"):
+        rows("run/other.pt", weights="a")
+    (tmp_path / "rows.jsonl").unlink()
+    rows("run/net.pt", weights="a").add(kind="result")
+    rows("run/other.pt", weights="a")
+    with pytest.raises(ValueError, match="weights: another content there than now"):
+        rows("run/net.pt", weights="b")
+
+
+@pytest.mark.parametrize("experiment", ["planets", "pendulum", "smoothing", "toy", "contrastive", "certify"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "no results of {} yet"),
+        ('{"kind": "config", "experiment": "EXPERIMENT", "config": {}}\n', "no results of {} yet"),
+        ('{"kind": "config", "experiment": "another", "config": {}}\n{"kind": "result"}\n', "results of another, not of {}"),
+        ('{"name": "a"}\n', "not of {}"),
+        ("[1]\n", "line 1: not a JSON row"),
+        (None, "no result rows at"),
+    ],
+)
+def test_a_report_on_rows_of_something_else_says_so(tmp_path, capsys, experiment, content, words):
+    if content is not None:
+        (tmp_path / "rows.jsonl").write_text(content.replace("EXPERIMENT", experiment))
+    assert main(["report", experiment, "--out", str(tmp_path)]) == 1
+    assert words.format(experiment) in capsys.readouterr().err
+
+
+def test_parts_of_one_run_are_read_together(tmp_path):
+    Rows(tmp_path, "x", Settings()).add(name="a")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "rows-a.jsonl")
+    Rows(tmp_path, "x", Settings(out=Path("there"))).add(name="b")
+    assert {row.get("name") for row in read_folder(tmp_path)} >= {"a", "b"}
+    (tmp_path / "rows.jsonl").rename(tmp_path / "rows-b.jsonl")
+    old = (tmp_path / "rows-b.jsonl").read_text().replace('"lr": 0.1, ', "")  # from before there was such a setting
+    (tmp_path / "rows-b.jsonl").write_text(old)
+    assert len(read_folder(tmp_path)) == 5  # two configs, two names, and one session that both tell of
+    Rows(tmp_path, "x", Settings(lr=0.3)).add(name="c")
+    with pytest.raises(ValueError, match="another config"):
+        read_folder(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("")
+    assert len(read_folder(tmp_path)) == 5
+
+
+def test_an_estimate_tells_its_spread():
+    clear, unclear = Estimate((0.10, 0.11, 0.12)), Estimate((0.1, -0.1, 0.02))
+    assert clear.mean == pytest.approx(0.11)
+    assert clear.error == pytest.approx(0.01 / 3**0.5)
+    assert clear.percent() == "11.0 ± 0.6"
+    assert unclear.percent().endswith("?")
+    assert Estimate((0.1,)).percent() == "10.0"
+    assert Estimate((float("inf"),)).percent() == "diverged"
+
+
+def test_a_table_prints_in_three_ways():
+    table = Table("T", ("a", "b"), [("x", "1"), (), ("<y>", "22")], "note")
+    assert table.text().splitlines()[4] == "x     1"
+    assert table.markdown().splitlines()[1] == "|---|--:|"
+    assert "&lt;y&gt;" in table.html()

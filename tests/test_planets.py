@@ -1,4 +1,4 @@
-"""The harness that experiments share: rows, training, reports, the command."""
+"""The planets experiment, whole and tiny: every method, kills, several processes, commands, the page."""
 
 from __future__ import annotations
 
@@ -9,313 +9,25 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning_fabric import Fabric
 from torch import nn
 
 from tailoring.__main__ import main
 from tailoring.experiments import planets
-from tailoring.experiments._nbody import System
 from tailoring.experiments._planets_bench import Bench, noise_losses
 from tailoring.experiments._planets_plan import Training, plan
 from tailoring.experiments._planets_report import PAPER, tables
 from tailoring.experiments._planets_results import Results
-from tailoring.experiments._report import Estimate, Table
-from tailoring.experiments._rows import Rows, read, read_folder
+from tailoring.experiments._rows import read, read_folder
 from tailoring.experiments._train import Learner, Schedule, train, trained
 
 ROOT = Path(__file__).parent.parent
 
-# Rows
-
-
-@dataclass(frozen=True)
-class Settings:
-    out: Path = Path()
-    lr: float = 0.1
-    inner: System = field(default_factory=System)
-
-
-def test_rows_are_appended_and_found_again(tmp_path):
-    rows = Rows(tmp_path, "x", Settings())
-    rows.add(kind="result", name="a", lr=0.1, mse=[1.0])
-    again = Rows(tmp_path, "x", Settings(out=Path("elsewhere")))  # where it lies is no setting
-    assert again.has(name="a", lr=0.1)
-    assert not again.has(name="a", lr=0.2)
-    kinds = [row["kind"] for row in read(again.path)]
-    assert kinds == ["config", "session", "result", "session"]
-    session = list(again)[1]
-    assert session["versions"]["torch"] == torch.__version__
-    assert session["commit"]
-
-
-def test_a_row_that_was_cut_off_is_dropped_and_the_rest_kept(tmp_path):
-    rows = Rows(tmp_path, "x", Settings())
-    rows.add(name="a")
-    with rows.path.open("a") as file:
-        file.write('{"name": "b", "ms')  # killed here
-    again = Rows(tmp_path, "x", Settings())
-    again.add(name="c")
-    assert [row.get("name") for row in read(rows.path) if "name" in row] == ["a", "c"]
-
-
-def test_a_broken_line_in_the_middle_is_refused(tmp_path):
-    rows = Rows(tmp_path, "x", Settings())
-    rows.path.write_text("{broken\n" + rows.path.read_text())
-    before = rows.path.read_text()
-    with pytest.raises(ValueError, match="line 1"):
-        Rows(tmp_path, "x", Settings())
-    assert rows.path.read_text() == before
-
-
-def test_results_of_another_config_are_refused_and_kept(tmp_path):
-    rows = Rows(tmp_path, "x", Settings())
-    rows.add(kind="result")
-    path = rows.path
-    with path.open("a") as file:
-        file.write('{"kind": "res')  # not even a broken end is touched
-    before = path.read_text()
-    with pytest.raises(ValueError, match=r"lr: 0\.1 there, 0\.2 now"):
-        Rows(tmp_path, "x", Settings(lr=0.2))
-    with pytest.raises(ValueError, match=r"inner\.gravity: 300\.0 there, 2\.0 now"):
-        Rows(tmp_path, "x", Settings(inner=System(gravity=2.0)))
-    with pytest.raises(ValueError, match="not a result file of y"):
-        Rows(tmp_path, "y", Settings())
-    assert path.read_text() == before
-
-
-@pytest.mark.parametrize("kept", [b'{"kind": "conf', b"", b'{"kind": "config", "experiment": "y", "config": {"lr": 0.2}}'])
-def test_a_file_without_results_is_written_anew(tmp_path, kept):
-    (tmp_path / "rows.jsonl").write_bytes(kept)
-    Rows(tmp_path, "x", Settings(lr=0.2)).add(kind="data", classes=2)
-    Rows(tmp_path, "x", Settings()).add(kind="result")
-    rows = list(read(tmp_path / "rows.jsonl"))
-    assert [row["kind"] for row in rows] == ["config", "session", "result"]
-    assert rows[0]["config"]["lr"] == 0.1
-
-
-def test_a_file_without_results_but_with_trainings_is_kept(tmp_path):
-    Rows(tmp_path, "x", Settings())
-    (tmp_path / "weights").mkdir()
-    with pytest.raises(ValueError, match="lr: "):
-        Rows(tmp_path, "x", Settings(lr=0.2))
-
-
-def test_a_last_row_that_lacks_only_its_end_is_kept(tmp_path):
-    path = Rows(tmp_path, "x", Settings()).path
-    path.write_bytes(path.read_bytes() + b'{"kind": "result", "name": "a"}')
-    assert Rows(tmp_path, "x", Settings()).has(name="a")
-    assert [row.get("name") for row in read(path)] == [None, None, "a", None]
-
-
-@dataclass(frozen=True)
-class Net:
-    weights: Path
-    out: Path
-
-
-def test_a_file_is_known_by_its_content_and_in_old_rows_by_its_place(tmp_path):
-    def rows(path, out="run", **sha256):
-        return Rows(tmp_path, "x", Net(Path(path), Path(out)), sha256=sha256)
-
-    rows("run/net.pt").add(kind="result")  # from before contents were kept
-    rows("moved/net.pt", "moved", weights="a")
-    with pytest.raises(ValueError, match=r"weights: 'run/net.pt' there, 'run/other.pt' now"):
-        rows("run/other.pt", weights="a")
-    (tmp_path / "rows.jsonl").unlink()
-    rows("run/net.pt", weights="a").add(kind="result")
-    rows("run/other.pt", weights="a")
-    with pytest.raises(ValueError, match="weights: another content there than now"):
-        rows("run/net.pt", weights="b")
-
-
-@pytest.mark.parametrize("experiment", ["planets", "pendulum", "smoothing", "toy", "contrastive", "certify"])
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("", "no results of {} yet"),
-        ('{"kind": "config", "experiment": "EXPERIMENT", "config": {}}\n', "no results of {} yet"),
-        ('{"kind": "config", "experiment": "another", "config": {}}\n{"kind": "result"}\n', "results of another, not of {}"),
-        ('{"name": "a"}\n', "not of {}"),
-        ("[1]\n", "line 1: not a JSON row"),
-        (None, "no result rows at"),
-    ],
-)
-def test_a_report_on_rows_of_something_else_says_so(tmp_path, capsys, experiment, content, words):
-    if content is not None:
-        (tmp_path / "rows.jsonl").write_text(content.replace("EXPERIMENT", experiment))
-    assert main(["report", experiment, "--out", str(tmp_path)]) == 1
-    assert words.format(experiment) in capsys.readouterr().err
-
-
-def test_parts_of_one_run_are_read_together(tmp_path):
-    Rows(tmp_path, "x", Settings()).add(name="a")
-    (tmp_path / "rows.jsonl").rename(tmp_path / "rows-a.jsonl")
-    Rows(tmp_path, "x", Settings(out=Path("there"))).add(name="b")
-    assert {row.get("name") for row in read_folder(tmp_path)} >= {"a", "b"}
-    (tmp_path / "rows.jsonl").rename(tmp_path / "rows-b.jsonl")
-    old = (tmp_path / "rows-b.jsonl").read_text().replace('"lr": 0.1, ', "")  # from before there was such a setting
-    (tmp_path / "rows-b.jsonl").write_text(old)
-    assert len(read_folder(tmp_path)) == 5  # two configs, two names, and one session that both tell of
-    Rows(tmp_path, "x", Settings(lr=0.3)).add(name="c")
-    with pytest.raises(ValueError, match="another config"):
-        read_folder(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("")
-    assert len(read_folder(tmp_path)) == 5
-
-
-# Training
-
-
-class Squares(nn.Module):
-    """Two terms, so that summing them and stepping on each can be told apart."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def losses(self, x, y):
-        yield (self.net(x) - y).square().mean()
-        yield (self.net(x) - y).abs().mean()
-
-    def forward(self, x, y):
-        return sum(self.losses(x, y), start=x.new_zeros(()))
-
-
-def learner(name, seed=0, **changes):
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-    return Learner(name, net, Squares(net), seed, **changes)
-
-
-def problem():
-    torch.manual_seed(5)
-    x = torch.randn(64, 3)
-    return x, x.sum(1, keepdim=True)
-
-
-def fit(folder, learners, epochs=6, **changes):
-    x, y = problem()
-    schedule = Schedule(epochs, 16, 1e-2, **changes)
-    train(learners, x, y, schedule, fabric=Fabric(accelerator="cpu"), folder=folder, progress=lambda *_: None)
-    return [trained(folder, item.name) for item in learners]
-
-
-def same(a, b):
-    return all(torch.equal(a[0][name], b[0][name]) for name in a[0])
-
-
-def test_side_by_side_is_as_alone(tmp_path):
-    together = fit(tmp_path / "two", [learner("a"), learner("b", 1)])
-    alone = [fit(tmp_path / "one", [learner("a")])[0], fit(tmp_path / "one", [learner("b", 1)])[0]]
-    assert same(together[0], alone[0])
-    assert same(together[1], alone[1])
-    assert not same(together[0], together[1])
-
-
-def test_training_is_adam_on_shuffled_batches_with_a_cosine(tmp_path):
-    (found,) = fit(tmp_path, [learner("a")], epochs=3)
-    x, y = problem()
-    net = learner("a").net
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    for epoch in range(3):
-        order = torch.randperm(64, generator=torch.Generator().manual_seed(epoch)).view(4, 16)
-        for i, rows in enumerate(order):
-            optimizer.param_groups[0]["lr"] = 1e-2 * (1 + torch.cos(torch.tensor((epoch + i / 4) / 3 * torch.pi)).item()) / 2
-            optimizer.zero_grad()
-            Squares(net)(x[rows], y[rows]).backward()
-            optimizer.step()
-    for name, value in net.state_dict().items():
-        torch.testing.assert_close(found[0][name], value, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_recorded_graph_trains_as_the_cpu_does(tmp_path):
-    x, y = (t.cuda() for t in problem())
-    learners = [learner("a"), learner("b", 1, each=True)]
-    train(learners, x, y, Schedule(6, 16, 1e-2), fabric=Fabric(accelerator="cuda"), folder=tmp_path, progress=lambda *_: None)
-    expected = fit(tmp_path / "cpu", [learner("a"), learner("b", 1, each=True)])
-    for item, weights in zip(learners, expected, strict=True):
-        for name, value in trained(tmp_path, item.name)[0].items():
-            torch.testing.assert_close(value, weights[0][name], atol=1e-4, rtol=1e-3)
-
-
-def test_each_steps_after_every_loss(tmp_path):
-    summed, each = fit(tmp_path, [learner("sum"), learner("each", each=True)])
-    assert not same(summed, each)
-
-
-def test_the_best_on_validation_is_kept(tmp_path):
-    seen = []
-
-    def validate(net):
-        seen.append(float(next(net.parameters()).detach().sum()))
-        return abs(len(seen) - 2.0)  # the second is the best
-
-    fit(tmp_path, [learner("a", validate=validate)], epochs=4, validations=4)
-    best, curve = trained(tmp_path, "a", best=True)
-    assert [loss for _, loss in curve] == [1.0, 0.0, 1.0, 2.0]
-    assert float(best["0.weight"].sum()) == seen[1]
-
-
-def test_a_stopped_training_goes_on_to_the_same_result(tmp_path):
-    class StopError(Exception):
-        pass
-
-    def stop(what, done, total):
-        if done == 4:
-            raise StopError
-
-    whole = fit(tmp_path / "whole", [learner("a"), learner("b", 1, each=True)])
-    x, y = problem()
-    schedule = Schedule(6, 16, 1e-2, checkpoint_seconds=0)
-    with pytest.raises(StopError):
-        train([learner("a"), learner("b", 1, each=True)], x, y, schedule, fabric=Fabric(accelerator="cpu"), folder=tmp_path, progress=stop)
-    assert trained(tmp_path, "a") is None
-    epochs = []
-    again = [learner("a"), learner("b", 1, each=True)]
-    progress = lambda what, done, total: epochs.append(done)  # noqa: E731
-    train(again, x, y, schedule, fabric=Fabric(accelerator="cpu"), folder=tmp_path, progress=progress)
-    assert epochs == [5, 6]  # from the checkpoint, not from the start
-    assert same(whole[0], trained(tmp_path, "a"))
-    assert same(whole[1], trained(tmp_path, "b"))
-    assert not list(tmp_path.glob("*.checkpoint"))
-
-
-def test_a_checkpoint_of_another_training_is_refused(tmp_path):
-    x, y = problem()
-
-    def stop(what, done, total):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    schedule = Schedule(6, 16, 1e-2, checkpoint_seconds=0)
-    with pytest.raises(KeyboardInterrupt):
-        train([learner("a")], x, y, schedule, fabric=Fabric(accelerator="cpu"), folder=tmp_path, progress=stop)
-    with pytest.raises(ValueError, match="other settings"):
-        fit(tmp_path, [learner("a")], epochs=7)
-
-
-def test_impossible_trainings_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="larger than the training set"):
-        train(
-            [learner("a")],
-            torch.zeros(3, 3),
-            torch.zeros(3, 1),
-            Schedule(1, 16, 0.1),
-            fabric=Fabric(accelerator="cpu"),
-            folder=tmp_path,
-            progress=print,
-        )
-
-
-# A whole, tiny run of planets
 
 # fmt: off
 TINY = [
@@ -540,9 +252,6 @@ def test_the_quick_run_trains_all_of_table_1_as_the_full_run_does():
     assert len(named) == len(set(named))
 
 
-# The command
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -566,61 +275,10 @@ def test_bad_commands_are_told_what_to_do(args, words, tmp_path, capsys):
     assert args[1] != "pendulum" or not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["planets", "pendulum", "contrastive", "toy", "smoothing"])
-def test_the_help_of_a_run_tells_of_quick(name, capsys):
-    for flags, words in (([], "--quick: other defaults"), (["--quick"], "The defaults are those of --quick")):
-        with pytest.raises(SystemExit) as stop:
-            main(["run", name, *flags, "--help"])
-        assert stop.value.code == 0
-        assert words in capsys.readouterr().out
-
-
-def test_a_mistyped_flag_is_corrected(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["run", "planets", "--epoch", "3"])
-    assert stop.value.code != 0
-    assert "--epochs" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["run"]])
-def test_help_lists_the_experiments(args, capsys):
-    assert main(args) == 0
-    assert "planets" in capsys.readouterr().out
-
-
-def test_help_of_an_experiment_gives_reasons(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["run", "planets", "--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert "--stride" in text
-    assert "the paper" in text.lower()
-
-
 def test_run_needs_neither_tyro_nor_rich():
     code = "import sys; sys.modules['tyro'] = sys.modules['rich'] = None\nfrom tailoring.experiments.planets import *; print(quick().split)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "pair", done.stderr
-
-
-# Tables
-
-
-def test_an_estimate_tells_its_spread():
-    clear, unclear = Estimate((0.10, 0.11, 0.12)), Estimate((0.1, -0.1, 0.02))
-    assert clear.mean == pytest.approx(0.11)
-    assert clear.error == pytest.approx(0.01 / 3**0.5)
-    assert clear.percent() == "11.0 ± 0.6"
-    assert unclear.percent().endswith("?")
-    assert Estimate((0.1,)).percent() == "10.0"
-    assert Estimate((float("inf"),)).percent() == "diverged"
-
-
-def test_a_table_prints_in_three_ways():
-    table = Table("T", ("a", "b"), [("x", "1"), (), ("<y>", "22")], "note")
-    assert table.text().splitlines()[4] == "x     1"
-    assert table.markdown().splitlines()[1] == "|---|--:|"
-    assert "&lt;y&gt;" in table.html()
 
 
 def test_the_tables_in_the_docs_are_those_of_the_committed_rows():

@@ -1,0 +1,210 @@
+"""What is done to compiled programs: repeats merged, weights turned, gradients as convolutions, kernels searched for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from nets import drift, mlp, queries
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.runtime.benchmarking import InductorBenchmarker, benchmarker
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tailoring import CN, Tailored, _compiled, _merge, _trials, losses
+from tailoring._flipped import flip_gradients
+from tailoring._layouts import turn_weights
+from tailoring._merge import merge_repeats
+from tailoring._trials import as_in_a_chain
+
+pytestmark = [pytest.mark.no_cover, pytest.mark.usefixtures("compiled_afresh")]  # dynamo takes longer while it is watched
+
+
+def test_the_untailored_answers_cost_nothing_where_the_loss_asks_for_them():
+    """Two steps on three layers and two answers: four passes, of which two are the same; the first layer runs once in any case."""
+    seen: list[int] = []
+
+    def products(graph: fx.Graph) -> int:
+        return sum(node.target is torch.ops.aten.addmm.default for node in graph.nodes)
+
+    def merged(program: fx.GraphModule, _):
+        seen.append(products(program.graph))
+        merge_repeats(program.graph)
+        seen.append(products(program.graph))
+        program.recompile()
+        return make_boxed_func(program.forward)
+
+    model = Tailored(mlp(), drift, adapt=CN(nn.Tanh), steps=2, lr=1e-2, compile={"backend": aot_autograd(fw_compiler=merged)})
+    with torch.no_grad():
+        torch.testing.assert_close(model(queries(3)), model.replace(compile=False)(queries(3)))
+    assert seen == [1 + 4 * 2, 1 + 3 * 2]
+
+
+def test_a_query_goes_in_by_itself_where_that_pass_is_the_untailored_answer():
+    """Else, next to its noisy view, it would be answered untailored in a pass of its own: four queries' worth in place of three."""
+    rows: list[int] = []
+
+    def watched(program: fx.GraphModule, _):
+        merge_repeats(program.graph)
+        program.recompile()
+        rows.extend(node.meta["val"].shape[0] for node in program.graph.nodes if node.target is torch.ops.aten.addmm.default)
+        return make_boxed_func(program.forward)
+
+    net, loss = mlp(), losses.Smooth(0.1)
+    model = Tailored(net, loss, adapt=CN("0"), steps=1, lr=1e-2, compile={"backend": aot_autograd(fw_compiler=watched)})
+    with torch.no_grad():
+        torch.testing.assert_close(model(queries(5)), model.replace(compile=False)(queries(5)))
+    layers = sum(isinstance(module, nn.Linear) for module in net.modules())
+    assert sum(rows) == 5 * (3 * layers - 1)  # below its first scale, the tailored answer is as the untailored one
+
+
+def test_repeats_are_merged_and_nothing_else():
+    def function(x, y):
+        return x.sin() * x.sin() + x.cos() * y.sin() + torch.ops.aten.add(x.sin(), y)
+
+    x, y = torch.randn(2, 5)
+    made = make_fx(function)(x, y)
+    merge_repeats(made.graph)
+    made.recompile()
+    assert sum(node.target is torch.ops.aten.sin.default for node in made.graph.nodes) == 2
+    torch.testing.assert_close(made(x, y), function(x, y))
+
+
+@pytest.mark.parametrize(("steps", "width", "turned"), [(4, 8, 1), (2, 8, 0), (4, 6, 0)])
+def test_weights_that_are_multiplied_by_often_are_turned_once(steps, width, turned):
+    def function(x, w):
+        for _ in range(steps):
+            x = x @ w.T.T
+        return x @ w.T
+
+    x, w = torch.randn(5, width).double(), torch.randn(width, width).double()  # in float32 a draw may cancel, and rounding be seen
+    made = make_fx(function)(x, w)
+    turn_weights(made.graph, wanted=lambda weight: weight.shape == w.shape)
+    made.recompile()
+    seconds = [node.args[1] for node in made.graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert len({node for node in seconds if node.args[0].target is torch.ops.aten.clone.default}) == turned
+    torch.testing.assert_close(made(x, w), function(x, w))
+    layouts = [node.meta["val"].stride() for node in seconds[:-1]]
+    assert set(layouts) == {(1, width) if turned else (width, 1)}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "settings", "flipped"),
+    [
+        ((5, 4, 3, 3), {"padding": 1}, True),
+        ((5, 4, 3, 1), {}, True),
+        ((5, 4, 4, 3), {"padding": (0, 2)}, True),
+        ((5, 4, 3, 3), {"padding": 1, "stride": 2}, False),
+        ((5, 4, 3, 3), {"padding": 1, "dilation": 2}, False),
+        ((4, 2, 3, 3), {"padding": 1, "groups": 2}, False),
+        ((5, 4, 1, 1), {"padding": 1}, False),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_in_inputs_are_convolutions_where_kernels_are_searched_for(kernel, settings, flipped, layout):
+    def function(x, w):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(nn.functional.conv2d(x, w, **settings).sin().sum(), x)[0]
+
+    x, w = torch.randn(2, 4, 7, 6).contiguous(memory_format=layout), torch.randn(kernel).contiguous(memory_format=layout)
+    made = make_fx(function, tracing_mode="fake")(x, w)
+    flip_gradients(made.graph)
+    made.recompile()
+    left = [node for node in made.graph.nodes if node.target is torch.ops.aten.convolution_backward.default]
+    assert len(left) == (not flipped)
+    torch.testing.assert_close(made(x, w), function(x, w))
+
+
+def test_a_convolution_that_is_asked_for_its_weights_gradient_too_is_left_alone():
+    def function(x, w):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(nn.functional.conv2d(x, w, padding=1).sin().sum(), (x, w))
+
+    x, w = torch.randn(2, 4, 7, 6), torch.randn(5, 4, 3, 3)
+    made = make_fx(function, tracing_mode="fake")(x, w)
+    flip_gradients(made.graph)
+    made.recompile()
+    torch.testing.assert_close(made(x, w), function(x, w))
+
+
+def test_a_tailored_network_whose_kernels_are_searched_for(monkeypatch):
+    left = []
+
+    def gradients(graph: fx.Graph) -> int:
+        return sum(node.target is torch.ops.aten.convolution_backward.default for node in graph.nodes)
+
+    def watched(graph: fx.Graph) -> None:
+        left.append(gradients(graph))
+        flip_gradients(graph)
+        left.append(gradients(graph))
+
+    monkeypatch.setattr(_merge, "flip_gradients", watched)
+    options = {"max_autotune_gemm": True, "fx_graph_cache": False}  # a program from the cache would skip the passes
+    net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()) for _ in range(3)), nn.Flatten())
+    model = Tailored(net, drift, adapt=CN("0", "1"), steps=2, lr=1e-2, compile={"options": options})
+    x = torch.randn(4, 3, 5, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.replace(compile=False)(x))
+    assert left == [4, 0]
+
+
+@pytest.mark.parametrize(("given", "searches"), [({}, 0), ({"mode": "max-autotune"}, 1), ({"options": {"max_autotune_gemm": True}}, 1)])
+def test_only_a_search_for_kernels_flips_gradients(monkeypatch, given, searches):
+    seen = []
+    monkeypatch.setattr(_merge, "flip_gradients", lambda graph: seen.append(graph))
+    _compiled._options(torch.device("cpu"), given, lambda: [])["options"]["post_grad_custom_pre_pass"](fx.Graph())
+    assert len(seen) == searches
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "searched"),
+    [
+        ("cuda", {}, (True, "ATEN")),  # the default: products, not convolutions
+        ("cuda", {"options": {"max_autotune_gemm": True}}, (True, None)),
+        ("cuda", {"options": {"max_autotune_gemm": False}}, (False, None)),
+        ("cuda", {"mode": "reduce-overhead"}, (False, None)),
+        ("cpu", {}, (False, None)),
+    ],
+)
+def test_what_is_searched_for(device, given, searched):
+    options, _, searches, graphs = _compiled._for_inductor(torch.device(device), given)
+    assert (searches, options.get("max_autotune_conv_backends")) == searched
+    assert graphs
+
+
+def test_trials_of_kernels_are_queued_and_find_the_cache_full(monkeypatch):
+    made, before = [], dict(vars(benchmarker))
+    monkeypatch.setattr(InductorBenchmarker, "get_event_pairs", lambda self, iters, device_type=None: made.append(iters) or [])
+    with as_in_a_chain(pause := made.append):
+        assert benchmarker.get_event_pairs(5, device_type="cuda") == []
+        assert benchmarker.get_device_cache_size("cuda") == _trials._CACHE
+    assert made == [5 * _trials._AHEAD, 5]
+    assert vars(benchmarker) == before
+    with pytest.raises(KeyError), as_in_a_chain(pause):
+        {}["an error"]
+    assert vars(benchmarker) == before
+    monkeypatch.delattr(InductorBenchmarker, "get_event_pairs")
+    with as_in_a_chain(pause):  # another benchmarker is left as it is
+        assert vars(benchmarker) == before
+
+
+def test_random_numbers_are_drawn_anew_each_time():
+    made = make_fx(lambda x: torch.rand_like(x) - torch.rand_like(x))(torch.zeros(5))
+    merge_repeats(made.graph)
+    made.recompile()
+    assert made(torch.zeros(5)).abs().sum() > 0
+
+
+def test_equal_outputs_stay_two_tensors_and_foreign_operators_are_left_alone():
+    def function(x):
+        return x.sin(), x.sin(), torch.ops.tailoring_test.draw(x) - torch.ops.tailoring_test.draw(x)
+
+    with torch.library._scoped_library("tailoring_test", "DEF") as library:
+        library.define("draw(Tensor x) -> Tensor")
+        library.impl("draw", torch.rand_like, "CompositeExplicitAutograd")
+        made = make_fx(function)(torch.zeros(3))
+        merge_repeats(made.graph)
+        made.recompile()
+        one, other, drawn = made(torch.zeros(3))
+    assert one.data_ptr() != other.data_ptr()
+    assert drawn.abs().sum() > 0
