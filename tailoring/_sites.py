@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from threading import get_ident
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -151,8 +152,7 @@ def watch(model: nn.Module, x: Any, rerun: set[int] | None = None) -> list[Seen]
     with torch.no_grad(), plain_kernels(model, graph=False):
         pair = first_and_another(model, x)
         turned = map_tensors(lambda t: t.flip(0) if t.ndim else t, pair)
-        # Without gradients some models make no checkpoints, and one around us counts what is saved.
-        with torch.set_grad_enabled(not _checkpoints_here()), nullcontext() if rerun is None else _Noting(rerun):
+        with torch.enable_grad(), unseen_by_checkpoints(), nullcontext() if rerun is None else _Noting(rerun):  # else some models make none
             two = _watch_once(model, model_call(_first(x, 2)), checkpointed)
         three, other, swapped = (_watch_once(model, model_call(trial)) for trial in (_first(x, 3), pair, turned))
     if [key for key, *_ in two] != [key for key, *_ in three] or not len(two) == len(other) == len(swapped):
@@ -250,6 +250,11 @@ def _checkpoints_here() -> int:
         found += frame.f_globals is vars(checkpoint)
         frame = frame.f_back
     return found
+
+
+def unseen_by_checkpoints() -> AbstractContextManager[Any]:
+    """A checkpoint that the caller is within counts what is saved for the backward pass, where trials are not made again."""
+    return saved_tensors_hooks(lambda t: t, lambda t: t) if _checkpoints_here() else nullcontext()
 
 
 class _Noting(TorchFunctionMode):

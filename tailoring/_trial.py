@@ -14,7 +14,7 @@ from . import _states as states
 from ._adapt import Adapter, Site, sited
 from ._inner import NoGradientError
 from ._kernels import plain_kernels
-from ._sites import Reading, first_and_another
+from ._sites import Reading, first_and_another, unseen_by_checkpoints
 from ._states import State
 from ._taps import Taps
 from ._trees import map_tensors, model_call, tensors
@@ -33,13 +33,14 @@ def doubt(model: nn.Module, rules: Way, copies: Way, x: Any) -> str | None:
     if sum(p.numel() for p in model.parameters()) <= LARGEST_COPY:
         try:
             doubled = copy.deepcopy(model).double()
-            with _Reads(model) as reads:
+            with _Reads(model) as reads, unseen_by_checkpoints():
                 found = tried(doubled, _in_double(rules), _in_double(copies), map_tensors(_double, x), 1e-4)
             if not reads.any:
                 return found
         except Exception:  # a model that cannot be copied, or insists on its precision
             pass
-    return tried(model, rules, copies, x, 1e-2)
+    with unseen_by_checkpoints():
+        return tried(model, rules, copies, x, 1e-2)
 
 
 def tried(model: nn.Module, rules: Way, copies: Way, x: Any, share: float) -> str | None:

@@ -49,9 +49,12 @@ def test_what_lies_outside_of_a_checkpoint_is_adapted(adapt):
         assert torch.allclose(Tailored(net, size, adapt=adapt, steps=2, lr=0.1)(x), expected, atol=1e-6)
 
 
-def test_a_tailored_model_may_itself_be_checkpointed():
+@pytest.mark.parametrize("adapt", [CN(), Shift("first"), Weights(), Weights("first"), Weights(how="vmap"), Weights(how="loop")], ids=repr)
+@pytest.mark.parametrize("backprop", ["none", "all"])
+def test_a_tailored_model_may_itself_be_checkpointed(adapt, backprop):
+    """By its first call too, whose trials are not made again in the backward pass."""
     x = torch.randn(4, 3)
-    model = Tailored(Checkpointed("plain"), size, steps=2, lr=0.1, backprop="all")
+    model = Tailored(Checkpointed("plain"), size, adapt=adapt, steps=2, lr=0.1, backprop=backprop)
     grads = [
         torch.autograd.grad(answer.square().sum(), list(model.parameters()))
         for answer in (checkpoint(model, x, use_reentrant=False), model(x))
