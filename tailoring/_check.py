@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._sites import intercepted
+from ._sites import intercepted, watch
 from ._tailored import Tailored
 from ._trees import cat_rows, count_rows, map_tensors, model_call, take_rows, tensors
+from ._untouched import untouched
 
 _REMEDIES = (
     (nn.modules.batchnorm._BatchNorm, "put it in eval mode with running statistics, or use GroupNorm or LayerNorm"),
@@ -54,6 +57,7 @@ class _Record:
     module: nn.Module
     given: list[Tensor]
     out: list[Tensor]
+    along: tuple[list[int | None], list[int | None]]  # of each of these, the dimension that holds the queries, if it was found
 
 
 def check(model: nn.Module, x: Any, *, rtol: float = 1e-3, atol: float = 1e-5) -> Report:
@@ -69,8 +73,12 @@ def check(model: nn.Module, x: Any, *, rtol: float = 1e-3, atol: float = 1e-5) -
     everyone = functools.partial(_same_rows, rows=torch.arange(queries), queries=queries, rtol=rtol, atol=atol)
     changed = _change_first(x)
     net = model.net if isinstance(model, Tailored) else model
-    with torch.no_grad():
-        before, again, after = (_record(net, value) for value in (x, x, changed))
+    try:
+        rows = {(s.name, s.call, s.leaf): s.rows for s in watch(net, x)}
+    except ValueError:  # a model that mixes queries so that nothing can be told
+        rows = {}
+    with torch.no_grad(), untouched(net):
+        before, again, after = (_record(net, value, rows) for value in (x, x, changed))
         problems = [
             _find(before, again, everyone, "answers the same input differently each time", _SEEDED),
             _find(before, after, same, "mixes the queries of a batch", _GENERAL),
@@ -122,13 +130,17 @@ def _change_first(x: Any) -> Any:
     return map_tensors(change, x)
 
 
-def _record(net: nn.Module, x: Any) -> list[_Record]:
+def _record(net: nn.Module, x: Any, rows: dict[tuple[str, int, int], int | None]) -> list[_Record]:
     records: list[_Record] = []
+    calls: Counter[str] = Counter()
 
     def note(name: str, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = [t.clone() for t in tensors((args, kwargs))]
         out = forward(*args, **kwargs)
-        records.append(_Record(name, module, given, [t.clone() for t in tensors(out)]))
+        came, call = [t.clone() for t in tensors(out)], calls[name]
+        calls[name] += 1
+        along = [rows.get((name, call, -1 - i)) for i in range(len(given))], [rows.get((name, call, i)) for i in range(len(came))]
+        records.append(_Record(name, module, given, came, along))
         return out
 
     with intercepted([(module, functools.partial(note, name)) for name, module in net.named_modules()]):
@@ -139,20 +151,24 @@ def _record(net: nn.Module, x: Any) -> list[_Record]:
 
 def _find(before: list[_Record], after: list[_Record], same: Callable[..., bool], what: str, remedy: str) -> Problem | None:
     for a, b in zip(before, after, strict=False):
-        if same(a.given, b.given) and not same(a.out, b.out):
+        if same(a.given, b.given, a.along[0]) and not same(a.out, b.out, a.along[1]):
             remedy = next((text for kind, text in _REMEDIES if isinstance(a.module, kind)), remedy)
             return Problem(f"module {a.name or '(the model itself)'} ({type(a.module).__name__})", what, remedy)
     return None
 
 
-def _same_rows(a: list[Tensor], b: list[Tensor], *, rows: Tensor, queries: int, rtol: float, atol: float) -> bool:
-    return len(a) == len(b) and all(_same_tensor(p, q, rows, queries, rtol, atol) for p, q in zip(a, b, strict=True))
+def _same_rows(
+    a: list[Tensor], b: list[Tensor], along: Sequence[int | None] = (), *, rows: Tensor, queries: int, rtol: float, atol: float
+) -> bool:
+    pairs = zip_longest(a, b, along)
+    return len(a) == len(b) and all(_same_tensor(p, q, d, rows, queries, rtol, atol) for p, q, d in pairs)
 
 
-def _same_tensor(a: Tensor, b: Tensor, rows: Tensor, queries: int, rtol: float, atol: float) -> bool:
+def _same_tensor(a: Tensor, b: Tensor, along: int | None, rows: Tensor, queries: int, rtol: float, atol: float) -> bool:
     if a.shape != b.shape:
         return False
-    along = next((d for d in range(min(a.ndim, 2)) if a.shape[d] and a.shape[d] % queries == 0), None)
+    if along is None or a.shape[along] % queries:  # it was not found: one of the first two, if it fits
+        along = next((d for d in range(min(a.ndim, 2)) if a.shape[d] and a.shape[d] % queries == 0), None)
     if along is None:  # nothing here belongs to a single query
         return True
     a, b = (t.movedim(along, 0).reshape(queries, -1)[rows.to(t.device)].detach().double() for t in (a, b))

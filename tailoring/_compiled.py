@@ -94,8 +94,6 @@ class Compiled:
 
 def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[], Iterable[Tensor]]) -> dict[str, Any]:
     """A backend as given; else Inductor, with CUDA graphs of our own, and without the repeats that the passes of one batch have."""
-    if taken := {"fullgraph", "dynamic"} & given.keys():
-        raise ValueError(f"compile sets {sorted(taken)[0]!r} itself: whole graphs of fixed sizes; give other options of torch.compile")
     if "backend" in given:
         return dict(given)
     options, guards, searches, graphs = _for_inductor(device, given)

@@ -27,6 +27,7 @@ from ._adapt import Adapter, Sited
 from ._kernels import all_modules, plain_kernels
 from ._sites import Reading, Seen, first_and_another, intercepted
 from ._trees import map_tensors, model_call, tensors
+from ._untouched import untouched
 
 Prefix = Mapping[str, tuple[str, ...]]  # modules whose answers can be kept; of each, where the numbers are that it may look at
 WORTH_IT = 0.1  # of the multiplications of a forward pass; a smaller prefix costs more to look after than it saves,
@@ -200,7 +201,8 @@ def find_prefix(adapt: Adapter, here: Sited, seen: list[Seen], x: Any) -> Prefix
     names = tuple(_outermost(model, "", outputs, weights))
     if _share(model, names, seen) < WORTH_IT:
         return {}
-    x = first_and_another(model, x)
+    with untouched(model):
+        x = first_and_another(model, x)
     args, kwargs = model_call(x)
     state = adapt.init(model, sites, adapt.rows(2), tensors(x)[0].device)
 
@@ -211,7 +213,7 @@ def find_prefix(adapt: Adapter, here: Sited, seen: list[Seen], x: Any) -> Prefix
                 adapt.call(here, state, Reading(), args, kwargs)
         return reuse
 
-    with torch.no_grad(), plain_kernels(model, graph=adapt.plain_kernels):
+    with torch.no_grad(), untouched(model), plain_kernels(model, graph=adapt.plain_kernels):
         every = {name: _numbers(model, name) for name in names}
         found, again = passes(Reuse(model, every), 2), passes(Reuse(model, every), 1)
     prefix = {name: every[name] for name in names if name in found.used and _alike(found._kept[name], again._kept.get(name, []))}

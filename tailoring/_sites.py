@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 from ._kernels import plain_kernels
 from ._recurrent import Replaced, restore_forwards
 from ._trees import Call, first_tensor, map_tensors, model_call, tensors
+from ._untouched import untouched
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
 # around(forward, module, args, kwargs): what the module answers instead of forward(*args, **kwargs)
@@ -149,7 +150,7 @@ def watch(model: nn.Module, x: Any, rerun: set[int] | None = None) -> list[Seen]
     given within `torch.utils.checkpoint`.
     """
     checkpointed: set[str] = set()
-    with torch.no_grad(), plain_kernels(model, graph=False):
+    with torch.no_grad(), untouched(model), plain_kernels(model, graph=False):
         pair = first_and_another(model, x)
         turned = map_tensors(lambda t: t.flip(0) if t.ndim else t, pair)
         with torch.enable_grad(), unseen_by_checkpoints(), nullcontext() if rerun is None else _Noting(rerun):  # else some models make none

@@ -209,10 +209,12 @@ def _where(rows: Tensor, yes: Entry, no: Entry | None) -> Entry:
 
 
 def _where_products(rows: Tensor, yes: LowRank, no: LowRank) -> LowRank:
-    """Of blocks that both have, each row takes one's factors; of all others each side keeps its own."""
-    others = {key: (left, right) for key, left, right in no.blocks}
+    """Of blocks that both have, each row takes one's factors; of others, or if one's is empty like the identity's, each keeps its own."""
+    others = {key: (left, right) for key, left, right in no.blocks if left.shape[1]}
     blocks: list[Block] = []
     for key, left, right in yes.blocks:
+        if key in others and not left.shape[1]:
+            continue
         other = others.pop(key, None)
         if other is None or other[0].shape != left.shape:
             blocks += _masked(rows, LowRank(((key if other is None else ("yes", key), left, right),))).blocks

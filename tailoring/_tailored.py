@@ -43,7 +43,7 @@ class Tailored(Fitting):
     `loss(model, x) -> (queries,)` sees the adapted model and no labels; its values are summed over the queries, never averaged.
 
     adapt      which tensors move: `CN` (default), `Weights`, `Shift`, or one of `tailoring.baselines`
-    lr         a number, one per step, a tensor (trained in the outer loop if it needs gradients), or a dict of these by name
+    lr         a number (1e-3), one per step, a tensor (an `nn.Parameter` trains with the model), or a dict of these by name
     momentum, clip, proximal   of the inner gradient descent, see `Descent`
     optimizer  in place of all these: `LBFGS`, or any with `init(params)` and `update(grads, state)`
     backprop   which inner gradients an outer gradient differentiates: "none" (first order), "last" (WarpGrad's), "all"
@@ -64,7 +64,7 @@ class Tailored(Fitting):
         *,
         adapt: Adapter | None = None,
         steps: int = 1,
-        lr: Rates = 1e-3,
+        lr: Rates | None = None,
         momentum: float = 0.0,
         clip: float | None = None,
         proximal: float = 0.0,
@@ -78,18 +78,19 @@ class Tailored(Fitting):
     ):
         super().__init__(net)
         self.adapt: Adapter = CN() if adapt is None else adapt
-        check_settings(net, loss, self.adapt, steps, backprop, keep, chunk)
+        check_settings(net, loss, self.adapt, steps, backprop, keep, stop, chunk, compile)
         self.training = net.training  # what is made of a model in eval mode is in eval mode, too
-        if optimizer is not None and (momentum, clip, proximal) != (0.0, None, 0.0):
-            raise ValueError(f"momentum, clip and proximal are gradient descent's; {optimizer!r} in its place has settings of its own")
+        if optimizer is not None and (lr is not None or (momentum, clip, proximal) != (0.0, None, 0.0)):
+            raise ValueError(f"lr, momentum, clip and proximal are gradient descent's; {optimizer!r} in its place has settings of its own")
         if optimizer is None:
-            optimizer = Descent(lr, momentum=momentum, clip=clip, proximal=proximal)
+            optimizer = Descent(1e-3 if lr is None else lr, momentum=momentum, clip=clip, proximal=proximal)
         self.rule = optimizer if isinstance(optimizer, Descent | LBFGS) else Functional(optimizer)
         if isinstance(self.rule, Descent):
             self.rule.check_steps(steps)
         if not self.rule.general and self.adapt.outer_products:
             raise ValueError(
-                f"{self.rule!r} needs a state of tensors, and {self.adapt!r} keeps outer products: use lr=, or Weights(how='vmap')"
+                f"{self.rule!r} needs a state of tensors, and {self.adapt!r} keeps outer products: "
+                "use lr=, or Weights with how='vmap' or how='loop'"
             )
         if not self.rule.differentiable and backprop != "none":
             raise ValueError(f"{self.rule!r} cannot be differentiated; use it with backprop='none'")

@@ -18,6 +18,7 @@ from ._sites import Reading, first_and_another, unseen_by_checkpoints
 from ._states import State
 from ._taps import Taps
 from ._trees import map_tensors, model_call, tensors
+from ._untouched import untouched
 
 Way = tuple[Adapter, tuple[Site, ...]]  # to run a model: by an adapter, at its sites
 LARGEST_COPY = 1 << 28  # numbers: 2 GiB in double precision
@@ -30,16 +31,16 @@ def doubt(model: nn.Module, rules: Way, copies: Way, x: Any) -> str | None:
     on the other side, and gradients of a deep network differ by percents, at 110 layers by as much as they are. What is tied by a
     closure is not tied in a copy, but read from the model itself: then the copy proves nothing, and the model is asked, less exactly.
     """
-    if sum(p.numel() for p in model.parameters()) <= LARGEST_COPY:
-        try:
-            doubled = copy.deepcopy(model).double()
-            with _Reads(model) as reads, unseen_by_checkpoints():
-                found = tried(doubled, _in_double(rules), _in_double(copies), map_tensors(_double, x), 1e-4)
-            if not reads.any:
-                return found
-        except Exception:  # a model that cannot be copied, or insists on its precision
-            pass
-    with unseen_by_checkpoints():
+    with unseen_by_checkpoints(), untouched(model):
+        if sum(p.numel() for p in model.parameters()) <= LARGEST_COPY:
+            try:
+                doubled = copy.deepcopy(model).double()
+                with _Reads(model) as reads:
+                    found = tried(doubled, _in_double(rules), _in_double(copies), map_tensors(_double, x), 1e-4)
+                if not reads.any:
+                    return found
+            except Exception:  # a model that cannot be copied, or insists on its precision
+                pass
         return tried(model, rules, copies, x, 1e-2)
 
 

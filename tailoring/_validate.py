@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, get_args
 
 import torch
@@ -16,13 +18,19 @@ from ._kernels import Structure, found_once
 from ._states import LowRank, State, own_shape, rows_of
 
 
-def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, keep: Any, chunk: Any) -> None:
+def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, keep: Any, stop: Any, chunk: Any, compile: Any) -> None:
     if not isinstance(net, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(net).__name__}")
     if hasattr(net, "_orig_mod"):
         raise ValueError("nothing inside a compiled model can be adapted: compile the tailored one, torch.compile(Tailored(net, ...))")
     if isinstance(net, torch.jit.ScriptModule):
         raise ValueError("nothing inside a scripted or traced model can be adapted: give the module that it was made from")
+    own = net._modules.get("tailoring")
+    if own is not None and (own.state_dict() or getattr(own, "wants_start", False)):
+        raise ValueError(
+            "the model saves something under the name 'tailoring' (is it a Tailored that learns its start or its lr?), and so would this "
+            "one: give it another name"
+        )
     if not callable(loss):
         raise TypeError(f"the tailoring loss must be a function loss(model, x) -> (queries,), not {type(loss).__name__}")
     if not isinstance(adapt, Adapter):
@@ -33,10 +41,16 @@ def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, k
         raise ValueError(f"backprop must be one of {get_args(Backprop)}, not {backprop!r}")
     if keep not in get_args(Keep):
         raise ValueError(f"keep must be one of {get_args(Keep)}, not {keep!r}")
+    if stop is not None and (not isinstance(stop, Real) or isinstance(stop, bool) or math.isnan(stop)):
+        raise ValueError(f"stop must be a value of the tailoring loss, a number, not {stop!r}")
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be a positive whole number, not {chunk!r}")
     if chunk is not None and adapt.rows(chunk) != chunk:
         raise ValueError(f"{adapt!r} adapts to the batch as a whole, so the batch cannot be cut by chunk={chunk}")
+    if not isinstance(compile, bool | Mapping):
+        raise TypeError(f"compile must be True, False or a dict of options of torch.compile such as {{'mode': ...}}, not {compile!r}")
+    if not isinstance(compile, bool) and (taken := {"fullgraph", "dynamic"} & compile.keys()):
+        raise ValueError(f"compile sets {min(taken)!r} itself: whole graphs of fixed sizes; give other options of torch.compile")
 
 
 def check_losses(losses: Any, queries: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from nets import data, drift, mlp, queries, small, to_one
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tailoring import CN, LBFGS, Inputs, Shift, Tailored, Weights
+from tailoring import CN, LBFGS, Descent, Inputs, Shift, Tailored, Weights
 from tailoring.baselines import Shared
 
 
@@ -281,3 +283,32 @@ def test_small_mistakes_are_named():
         Tailored(nn.Linear(4, 4).double(), drift, adapt=CN("layer"))(x)
     with pytest.raises(TypeError, match="lr must be a number, or one for each step, not 'a'"):
         Tailored(mlp(), drift, lr="a")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"optimizer": LBFGS(), "lr": 0.5}, "lr, momentum, clip and proximal are gradient descent's"),
+        ({"optimizer": Descent(0.1), "lr": torch.ones(2)}, "lr, momentum, clip and proximal are gradient descent's"),
+        ({"stop": "soon"}, "stop must be a value of the tailoring loss, a number, not 'soon'"),
+        ({"stop": math.nan}, "stop must be a value of the tailoring loss, a number, not nan"),
+        ({"compile": "max-autotune"}, "compile must be True, False or a dict of options"),
+        ({"compile": {"fullgraph": True}}, "compile sets 'fullgraph' itself"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_told_at_once(settings, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        Tailored(mlp(), drift, **settings)
+
+
+def test_a_model_that_saves_something_as_tailoring_is_refused():
+    """Its checkpoint could not be told from ours."""
+    net = mlp()
+    net.add_module("tailoring", nn.Linear(1, 1))
+    learned = Tailored(mlp(), drift, adapt=CN(nn.Tanh, learned_start=True))
+    for model in (net, learned):
+        with pytest.raises(ValueError, match="saves something under the name 'tailoring'"):
+            Tailored(model, drift)
+    within = Tailored(Tailored(mlp(), drift, adapt=CN(nn.Tanh)), drift, adapt=CN("1"))
+    within.load_state_dict(within.state_dict())

@@ -16,7 +16,8 @@ from tailoring.baselines import Output, Shared
 
 
 def model(**options) -> Tailored:
-    return Tailored(mlp(), options.pop("loss", drift), **({"adapt": CN(nn.Tanh), "steps": 3, "lr": 1e-2} | options))
+    rate = {} if "optimizer" in options else {"lr": 1e-2}
+    return Tailored(mlp(), options.pop("loss", drift), **({"adapt": CN(nn.Tanh), "steps": 3} | rate | options))
 
 
 def by_hand(x, lr=lambda step, name: 1e-2, momentum=0.0, clip=None, proximal=0.0, steps=3):

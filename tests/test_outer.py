@@ -13,7 +13,8 @@ from tailoring.baselines import Output, Shared
 
 
 def tailored(**options) -> Tailored:
-    return Tailored(mlp(), drift, **({"adapt": CN(nn.Tanh), "steps": 2, "lr": 1e-2} | options))
+    rate = {} if "optimizer" in options else {"lr": 1e-2}
+    return Tailored(mlp(), drift, **({"adapt": CN(nn.Tanh), "steps": 2} | rate | options))
 
 
 def test_one_loss_for_each_inner_step_and_the_plain_one_without_steps():
@@ -263,7 +264,9 @@ def test_check_finds_leaks_in_the_tailoring(options, what):
     if options.get("optimizer") == "global":
         options = {"optimizer": torchopt.chain(torchopt.clip.clip_grad_norm(1e-3), torchopt.sgd(1.0))}
     loss = options.pop("loss", drift)
-    report = check(Tailored(mlp(), loss, **({"adapt": CN(nn.Tanh), "lr": 1e-1} | options)), queries())
+    report = check(
+        Tailored(mlp(), loss, **({"adapt": CN(nn.Tanh)} | ({} if "optimizer" in options else {"lr": 1e-1}) | options)), queries()
+    )
     assert not report
     assert re.search(what, str(report)), str(report)
 
@@ -324,3 +327,16 @@ def test_a_query_with_an_infinite_slope_leaves_those_of_a_learned_rate_finite(ad
     fine = [0, 1, 3]
     _, without = gradient(x[fine], y[fine])
     torch.testing.assert_close(found, without)
+
+
+@pytest.mark.parametrize("length", [4, 5, 8])
+def test_check_finds_the_queries_in_whichever_dimension_they_are(length):
+    """Sequences come first inside, and their length may be a multiple of the batch's size."""
+    net = SequenceFirst().eval()
+    assert check(net, torch.randn(4, length, 8))
+    assert not check(nn.Sequential(net, Mixing()), torch.randn(4, length, 8))
+
+
+class Mixing(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from tailoring.__main__ import main
-from tailoring.experiments import toy
+from tailoring.experiments import contrastive, pendulum, planets, smoothing, toy
 from tailoring.experiments._nbody import System
 from tailoring.experiments._report import Estimate, Table
 from tailoring.experiments._rows import Rows, read, read_folder
@@ -51,6 +54,8 @@ def test_a_copy_of_the_rows_counts_once(tmp_path):
 
 @dataclass(frozen=True)
 class Settings:
+    HOW: ClassVar = frozenset({"out"})
+
     out: Path = Path()
     lr: float = 0.1
     inner: System = field(default_factory=System)
@@ -130,6 +135,8 @@ def test_a_last_row_that_lacks_only_its_end_is_kept(tmp_path):
 
 @dataclass(frozen=True)
 class Net:
+    HOW: ClassVar = frozenset({"out"})
+
     weights: Path
     out: Path
 
@@ -199,3 +206,18 @@ def test_a_table_prints_in_three_ways():
     assert table.text().splitlines()[4] == "x     1"
     assert table.markdown().splitlines()[1] == "|---|--:|"
     assert "&lt;y&gt;" in table.html()
+
+
+@pytest.mark.parametrize("experiment", [planets, pendulum, contrastive, toy, smoothing], ids=lambda module: module.__name__)
+def test_rows_of_other_settings_are_refused_whichever_it_is_that_differs(experiment, tmp_path):
+    """All but those that say how to compute, and not what."""
+    names = {f.name for f in fields(experiment.Config)}
+    assert names > experiment.Config.HOW
+    config = experiment.quick()
+    Rows(tmp_path, "it", config).add(kind="result")
+    head = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+    for name in sorted(names):
+        changed = json.dumps({**head, "config": {**head["config"], name: "another"}})
+        (tmp_path / "rows.jsonl").write_text(changed + '\n{"kind": "result"}\n')
+        with nullcontext() if name in experiment.Config.HOW else pytest.raises(ValueError, match=f"results of another config .{name}"):
+            Rows(tmp_path, "it", config)

@@ -296,3 +296,18 @@ def test_passes_that_a_loss_takes_no_gradient_of_do_not_count(loss, backprop):
         for way in (model, model.replace(adapt=Weights(how="loop")))
     ]
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_a_roll_out_with_a_broken_query_keeps_its_ranks(chunk):
+    """Each call starts from the last one's state, and one query is no number from the second on: the others go on as if it were well."""
+    net, x = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 200)), torch.randn(6, 200)
+    model = Tailored(net, size, adapt=Weights(), steps=4, lr=1e-4, keep="best", chunk=chunk)
+    broken = x.clone()
+    broken[5] = torch.nan
+    well = ill = model.tailor(x)
+    for calls in range(2, 5):
+        well, ill = model.tailor(x, start=well), model.tailor(broken, start=ill)
+        assert well["0.weight"].rank == ill["0.weight"].rank == 4 * calls
+    torch.testing.assert_close(model.predict(x, ill)[:5], model.predict(x, well)[:5])
+    assert model.trace(broken, start=ill).failed.tolist() == [False] * 5 + [True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ._checks import at_least_one, not_empty
 from ._contrastive_views import Augment
@@ -37,6 +37,8 @@ class Variant:
 @dataclass(frozen=True)
 class Config:
     """Settings of the contrastive experiment; beside each, where it comes from."""
+
+    HOW: ClassVar = frozenset({"out", "data", "accelerator", "compile", "chunk", "cn_chunk"})
 
     out: Path = Path("runs/contrastive")
     """folder of the rows, weights and figures"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from . import _nbody
 from ._planet_nets import Network
@@ -16,6 +16,8 @@ Backprop = Literal["none", "last", "all"]
 @dataclass(frozen=True)
 class Config:
     """Settings of the planets experiment; beside each, where it comes from."""
+
+    HOW: ClassVar = frozenset({"out", "data", "only", "accelerator", "devices", "strategy", "at_once", "chunk"})
 
     out: Path = Path("runs/planets")
     """folder of the rows, weights and figures"""

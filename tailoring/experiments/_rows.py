@@ -18,24 +18,22 @@ import torch
 from ._cache import make_folder, write_whole
 
 Row = dict[str, Any]
-# fields that say how to compute, not what
-HOW = {"out", "data", "only", "at_once", "chunk", "cn_chunk", "accelerator", "devices", "strategy", "compile"}
+# Fields that say how to compute, not what, of configs from before these said so themselves
+HOW_BEFORE = {"out", "data", "only", "at_once", "chunk", "cn_chunk", "accelerator", "devices", "strategy", "compile"}
 
 
 class Rows:
     """The file `rows.jsonl` of a run. Opening it again goes on where the run stopped, if the config is the same.
 
     The first row holds the experiment's name and config; every session of the run adds one with its commit, versions and device. A config
-    may name in `HOW` those of its fields that do not matter for the results. `sha256` tells the content of what some of its paths lead to:
+    names in `HOW` those of its fields that say how to compute and not what. `sha256` tells the content of what some of its paths lead to:
     where it is known, it is compared in place of the path. A file without results, beside no trainings, is written anew.
     """
 
     def __init__(self, folder: Path, experiment: str, config: Any, device: str = "cpu", *, sha256: dict[str, str] | None = None):
         make_folder(folder)
         self.path = folder / "rows.jsonl"
-        head = {"kind": "config", "experiment": experiment, "config": _plain(asdict(config))}
-        if hasattr(config, "HOW"):
-            head["how"] = sorted(config.HOW)
+        head = {"kind": "config", "experiment": experiment, "config": _plain(asdict(config)), "how": sorted(config.HOW)}
         if sha256:
             head["sha256"] = sha256
         self._rows = list(read(self.path)) if self.path.exists() else []
@@ -149,7 +147,7 @@ def _refuse_another(path: Path, found: Row, head: Row, defaults: Row) -> None:
         raise ValueError(f"{path} is not a result file of {head['experiment']}: choose another folder with --out (nothing was changed)")
     was, now, contents = defaults | found["config"], head["config"], head.get("sha256", {})
     known = found.get("sha256", {})
-    how = {*head.get("how", HOW), *(name for name in contents if name in known or _moved_along(was, now, name))}
+    how = {*head.get("how", HOW_BEFORE), *(name for name in contents if name in known or _moved_along(was, now, name))}
     differences = [f"{name}: {a!r} there, {b!r} now" for name, a, b in _different(was, now, how)]
     differences += [f"{name}: another content there than now" for name in contents if known.get(name, contents[name]) != contents[name]]
     if differences:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import ClassVar
 
 from ._checks import at_least_one, not_empty
 from ._pendulum_bench import Bench, Job, Judge, Way, mean, others
@@ -21,6 +22,8 @@ from ._train import Progress
 @dataclass(frozen=True)
 class Config:
     """Settings of the pendulum experiment; beside each, where it comes from."""
+
+    HOW: ClassVar = frozenset({"out", "data", "workers", "compiled"})
 
     out: Path = Path("runs/pendulum")
     """folder of the rows, weights and figures"""
@@ -100,7 +103,7 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     at_least_one(config, "iterations", "marks", "width", "steps", "evaluations", "workers")
     not_empty(config, "seeds", "meta_seeds", "grid_seeds", "lrs", "steps", "amounts")
     judge = Judge(config)  # data that are missing are told before anything is written
-    rows = Rows(config.out, "pendulum", replace(config, workers=1, compiled=True))
+    rows = Rows(config.out, "pendulum", config)
     with closing(Bench(config, judge, rows, progress)) as bench:
         if not rows.has(kind="data"):
             rows.add(kind="data", rates=bench.judge.rates())

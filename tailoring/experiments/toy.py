@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from ._train import Progress
 @dataclass(frozen=True)
 class Config:
     """Settings of the toy experiment; beside each, where it comes from."""
+
+    HOW: ClassVar = frozenset({"out"})
 
     out: Path = Path("runs/toy")
     """folder of the rows, maps and figures"""

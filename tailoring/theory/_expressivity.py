@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._adapt import CN
 from .._sites import intercepted
 from .._states import State
+from .._untouched import untouched
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _calls(model: nn.Module, x: Any) -> list[ModuleCall]:
 
         return around
 
-    with intercepted([(module, note(name)) for name, module in model.named_modules()]):
+    with untouched(model), intercepted([(module, note(name)) for name, module in model.named_modules()]):
         model(x)
     return calls
 

@@ -1,0 +1,25 @@
+"""Trial passes leave a model as they found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """What passes change beside their answers is put back: buffers, as BatchNorm's statistics, and the state of random generators."""
+    kept = [(module, name, t, t.clone()) for module in model.modules() for name, t in module._buffers.items() if t is not None]
+    cards = {p.device.index for p in model.parameters() if p.is_cuda}
+    try:
+        with torch.random.fork_rng(sorted(cards)):
+            yield
+    finally:
+        with torch.no_grad():
+            for module, name, t, before in kept:
+                module._buffers[name] = t
+                if not torch.equal(t, before):  # others are not written to: a graph of the user's may have saved them
+                    t.copy_(before)
