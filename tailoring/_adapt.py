@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -98,11 +99,11 @@ class Adapter:
         """How many rows a state has for so many queries."""
         return queries
 
-    def reduce(self, losses: Tensor, rows: int) -> Tensor:
+    def reduce(self, losses: Tensor) -> Tensor:
         """The loss of each row of the state, from that of each query."""
         return losses
 
-    def bind(self, model: Bound, x: Any) -> Bound:
+    def bind(self, model: Bound) -> Bound:
         """What the loss is given in place of the model; an adapter may refuse there what it cannot serve."""
         return model
 
@@ -133,7 +134,10 @@ class Adapter:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(a if isinstance(a, str) else a.__name__ for a in getattr(self, 'at', ()))})"
+        at = [a if isinstance(a, str) else a.__name__ for a in getattr(self, "at", ())]
+        usual = {name: p.default for name, p in inspect.signature(type(self)).parameters.items() if p.kind is p.KEYWORD_ONLY}
+        set_otherwise = [f"{name}={getattr(self, name)!r}" for name, default in usual.items() if getattr(self, name, default) != default]
+        return f"{type(self).__name__}({', '.join(at + set_otherwise)})"
 
 
 class CN(Adapter):

@@ -115,9 +115,9 @@ class Fitting(OwnNames):
             reuse.begin()
         with batch.kernels or self._plain_kernels():
             bound = Bound(self.net, run, x, seeds, step, keep=once, shares=batch.rescued and rows is None)
-            losses = self.loss(self.adapt.bind(bound, x), *args, **kwargs)
+            losses = self.loss(self.adapt.bind(bound), *args, **kwargs)
         check_losses(losses, batch.queries if rows is None else len(rows))
-        return self.adapt.reduce(losses, rows_of(state))
+        return self.adapt.reduce(losses)
 
     def _call(
         self, batch: Batch, state: State, reuse: Reuse | None, keep: bool, taps: Any, reading: Reading, args: Any, kwargs: Any

@@ -103,7 +103,6 @@ def hurry(gradient: Gradient, state: State, rate: Callable[[str, int], Any], ste
     None if a number was not finite somewhere, which is rare: then `descend` has to find out where. A state that is not finite once
     stays so, and a loss that is not finite stays so in the sum, hence one look in the end will do.
     """
-
     seen: list[Tensor] = []
     for step in range(steps):
         try:

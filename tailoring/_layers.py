@@ -6,7 +6,7 @@ For a linear layer z = W h + b, the gradient of a query's loss with respect to W
 
 The shared product W h' is one for the whole batch, and a query owns s pairs of vectors (`LowRank`). A rule is called in place of its
 layer, `rule(use, forward, module, args, kwargs)`, and returns the corrected output; on the way it lets the taps, if there are
-any, note h and z, from which `Tap.gradient` makes the next factors.
+any, note h and z, from which `Tap.factors` and `Tap.matrices` make the next ones.
 """
 
 from __future__ import annotations

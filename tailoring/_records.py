@@ -16,7 +16,7 @@ from ._adapt import Site, Sited
 from ._inner import Moment
 from ._reuse import Prefix, Reuse
 from ._states import State, is_small, where
-from ._trees import first_tensor, map_tensors, repeat_rows, tensors
+from ._trees import first_tensor, has_fractions, map_tensors, repeat_rows, tensors
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,12 @@ def better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Mo
 
 def all_finite(out: Any) -> bool:
     """Surely so if it says so: a sum may overflow."""
-    return all([cmath.isfinite(t.sum().item()) for t in tensors(out) if _has_fractions(t)])  # noqa: C419 - a list takes less time
-
-
-def _has_fractions(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
+    return all([cmath.isfinite(t.sum().item()) for t in tensors(out) if has_fractions(t)])  # noqa: C419 - a list takes less time
 
 
 def finite_rows(out: Any, rows: int, dimensions: Mapping[int, int | None]) -> Tensor:
     """(rows,): whether all numbers of the row are finite, in all tensors that have rows; `dimensions` says where."""
-    found = [(t.detach(), dim) for t, dim in _with_dimensions(out, dimensions) if dim is not None and _has_fractions(t)]
+    found = [(t.detach(), dim) for t, dim in _with_dimensions(out, dimensions) if dim is not None and has_fractions(t)]
     checks = [t.movedim(dim, 0).reshape(rows, -1).isfinite().all(1) for t, dim in found if t.shape[dim] % rows == 0]
     return torch.stack(checks).all(0) if checks else torch.ones(rows, dtype=torch.bool, device=first_tensor(out).device)
 

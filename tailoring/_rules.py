@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import _states as states
-from ._states import State, as_tensor, by_row
+from ._states import State, as_tensor, by_row, per_row
 
 Rate = float | Sequence[float] | Tensor  # one for all steps, or one per step
 Rates = Rate | Mapping[str, Rate]  # one for all of the state, or by (pattern of) name
@@ -234,11 +234,11 @@ class LBFGS:
         curvature = (s * y).sum(1)
         learn = accept & (curvature > 1e-10 * y.square().sum(1).clamp(min=1e-30))  # keeps the inverse Hessian positive
         new = {"point": trial, "value": values, "grad": grad, "length": torch.ones_like(values)}
-        new = {name: torch.where(_fit(accept, t), t, old[name]) for name, t in new.items()}
+        new = {name: torch.where(per_row(accept, t), t, old[name]) for name, t in new.items()}
         new["length"] = torch.where(accept, new["length"], old["length"] / 2)
         pairs = {"s": s, "y": y, "rho": torch.where(learn, 1 / curvature, 0.0)}
         for name, t in pairs.items():  # newest last
-            new[name] = torch.where(_fit(learn, t), torch.cat([old[name][1:], t[None]]), old[name])
+            new[name] = torch.where(per_row(learn, t), torch.cat([old[name][1:], t[None]]), old[name])
         direction = self._direction(new)
         downhill = (direction * new["grad"]).sum(1) < 0
         direction = torch.where(downhill[:, None], direction, -new["grad"])
@@ -266,7 +266,3 @@ def _like(flat: Tensor, state: State) -> State:
     shapes = {name: as_tensor(t).shape for name, t in state.items()}
     parts = flat.split([shape[1:].numel() for shape in shapes.values()], 1)
     return {name: part.reshape(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
-
-
-def _fit(mask: Tensor, t: Tensor) -> Tensor:
-    return mask.reshape(-1, *[1] * (t.ndim - 1))

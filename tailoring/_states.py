@@ -18,6 +18,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.utils import _pytree as pytree
 
 from ._kernels import may_look
+from ._trees import has_fractions
 
 START, ZERO = -1, -2  # the keys of the blocks that a state starts with, and of a zero
 _FEW = 1 << 16  # numbers that are copied side by side in less time than is spent on another operation, and kept for little
@@ -164,7 +165,7 @@ def scale(state: State, by: Callable[[str], float | Tensor]) -> State:
     """Every entry times `by(name)`: a number, or one for each row."""
 
     def scaled(entry: Tensor, factor: float | Tensor) -> Tensor:
-        return entry * (_fit(factor, entry) if isinstance(factor, Tensor) and factor.ndim else factor)
+        return entry * (per_row(factor, entry) if isinstance(factor, Tensor) and factor.ndim else factor)
 
     return {name: _map(e, lambda t, name=name: scaled(t, by(name))) for name, e in state.items()}
 
@@ -205,7 +206,7 @@ def _where(rows: Tensor, yes: Entry, no: Entry | None) -> Entry:
         return _masked(rows, yes) if no is None else _add(_masked(rows, yes), _where(~rows, no, None))
     if isinstance(no, LowRank):
         return _add(_masked(~rows, no), _where(rows, yes, None))
-    return torch.where(_fit(rows, yes), yes, 0.0 if no is None else no)
+    return torch.where(per_row(rows, yes), yes, 0.0 if no is None else no)
 
 
 def _where_products(rows: Tensor, yes: LowRank, no: LowRank) -> LowRank:
@@ -220,20 +221,20 @@ def _where_products(rows: Tensor, yes: LowRank, no: LowRank) -> LowRank:
             blocks += _masked(rows, LowRank(((key if other is None else ("yes", key), left, right),))).blocks
             others |= {} if other is None else {("no", key): other}
         else:
-            chosen = right if other[1] is right else torch.where(_fit(rows, right), right, other[1])
-            blocks.append((key, torch.where(_fit(rows, left), left, other[0]), chosen))
+            chosen = right if other[1] is right else torch.where(per_row(rows, right), right, other[1])
+            blocks.append((key, torch.where(per_row(rows, left), left, other[0]), chosen))
     blocks += _masked(~rows, LowRank(tuple((key, *pair) for key, pair in others.items()))).blocks
     return LowRank(tuple(blocks))
 
 
 def _masked(rows: Tensor, entry: LowRank) -> LowRank:
     """The right factors are masked too, since 0 * nan = nan."""
-    return LowRank(tuple((key, torch.where(_fit(rows, a), a, 0), torch.where(_fit(rows, b), b, 0)) for key, a, b in entry.blocks))
+    return LowRank(tuple((key, torch.where(per_row(rows, a), a, 0), torch.where(per_row(rows, b), b, 0)) for key, a, b in entry.blocks))
 
 
 def finite(state: State) -> Tensor:
     """(rows,): whether every number of the row is finite, told by their sum (in which nan and inf stay)."""
-    numbers = [t.detach() for t in pytree.tree_leaves(state) if t.numel() and _has_fractions(t)]
+    numbers = [t.detach() for t in pytree.tree_leaves(state) if t.numel() and has_fractions(t)]
     numbers = [torch.view_as_real(t) if t.is_complex() else t for t in numbers]
     if not numbers:
         return torch.ones(rows_of(state), dtype=torch.bool, device=device_of(state))
@@ -245,12 +246,8 @@ def numbers(state: State) -> list[Tensor]:
     """All numbers of the state; indices are none. (`pytree.tree_leaves` takes ten times as long, which a small step would notice.)"""
     found: list[Tensor] = []
     for entry in state.values():
-        found += [t for _, *pair in entry.blocks for t in pair if _has_fractions(t)] if isinstance(entry, LowRank) else [entry]
+        found += [t for _, *pair in entry.blocks for t in pair if has_fractions(t)] if isinstance(entry, LowRank) else [entry]
     return found
-
-
-def _has_fractions(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 def all_finite(numbers: list[Any]) -> bool:
@@ -322,5 +319,6 @@ def by_row(t: Tensor) -> Tensor:
     return t.flatten(1) if t.ndim > 1 else t[:, None]
 
 
-def _fit(per_row: Tensor, t: Tensor) -> Tensor:
-    return per_row.reshape(-1, *[1] * (t.ndim - 1))
+def per_row(values: Tensor, t: Tensor) -> Tensor:
+    """(rows,) -> such that it multiplies or chooses the rows of `t`."""
+    return values.reshape(-1, *[1] * (t.ndim - 1))

@@ -140,3 +140,7 @@ def copies_per_query(rows: int, queries: int, where: str) -> int:
             "several rows per query must follow each other (repeat_interleave), all queries having equally many"
         )
     return rows // queries
+
+
+def has_fractions(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()

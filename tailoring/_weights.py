@@ -102,7 +102,7 @@ class Weights(Adapter):
         warnings.warn(f"Weights runs all of this model under torch.func.vmap, exactly but slowly: {reason}", stacklevel=2)
         return whole
 
-    def bind(self, model: Bound, x: Any) -> Bound:
+    def bind(self, model: Bound) -> Bound:
         return (_OneByOne if self.how == "loop" else _OwnWeights).of(model)
 
     def _chosen(self, model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
@@ -149,10 +149,6 @@ class Weights(Adapter):
             return values, {name: as_tensor(g).flatten(2) if name in kernels else g for name, g in grads.items()}
         values, grads, heard = found
         return values, {name: grads[name] if name in free else _collect(name, heard, entry, step) for name, entry in state.items()}
-
-    def __repr__(self) -> str:
-        names = [a if isinstance(a, str) else a.__name__ for a in self.at]
-        return f"Weights({', '.join(names if self.how == 'rules' else [*names, f'how={self.how!r}'])})"
 
 
 Heard = list[tuple[Tap, Tensor]]  # taps, each with the gradient of its outputs

@@ -30,7 +30,7 @@ class Output(Shift):
     def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
         return tuple(replace(site, key=f"output{site.key}") for site in super().sites(model, x))
 
-    def bind(self, model: Bound, x: Any) -> Bound:
+    def bind(self, model: Bound) -> Bound:
         return _AnswersOnly.of(model)
 
     def __repr__(self) -> str:
@@ -81,11 +81,11 @@ class Shared(Adapter):
     def rows(self, queries: int) -> int:
         return 1
 
-    def reduce(self, losses: Tensor, rows: int) -> Tensor:
+    def reduce(self, losses: Tensor) -> Tensor:
         return losses.mean(0, keepdim=True)
 
-    def bind(self, model: Bound, x: Any) -> Bound:
-        return self.adapter.bind(model, x)
+    def bind(self, model: Bound) -> Bound:
+        return self.adapter.bind(model)
 
     def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
         return self.adapter.sites(model, x)

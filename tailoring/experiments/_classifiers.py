@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tailoring import CN, Tailored, Weights, losses
+from tailoring._inner import Backprop
 from tailoring.losses import input_of
 from tailoring.nn import BasicBlock, Bottleneck, EfficientNetLite0, InvertedResidual, cifar_resnet, resnet50
 from tailoring.nn._resnet import CIFAR, IMAGENET
@@ -20,7 +21,6 @@ from tailoring.nn._resnet import CIFAR, IMAGENET
 from ._images import class_folders
 
 Network = Literal["resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "resnet50", "efficientnet-lite0"]
-Backprop = Literal["none", "last", "all"]
 LARGE = ("resnet50", "efficientnet-lite0")  # networks for images of 224 pixels
 SHORTEST = 1e-6  # a gradient below this length is not made longer
 _EXPECTED = "weights must be plain tensors by name, bare or under 'state_dict' or 'model', as safetensors or torch.save writes them"

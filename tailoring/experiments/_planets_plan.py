@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from tailoring._inner import Backprop
+
 from . import _nbody
 from ._planet_nets import Network
-
-Backprop = Literal["none", "last", "all"]
 
 
 @dataclass(frozen=True)

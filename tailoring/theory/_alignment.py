@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import _states as states
+from .._outer import TaskLoss
 from .._records import leaves_inference_mode
 from .._states import State
 from .._tailored import Tailored
 
-TaskLoss = Callable[[Any, Any], Tensor]
 Interval = tuple[float, float, float]  # a mean over queries, and the ends of its 95 % interval
 
 
