@@ -9,14 +9,14 @@ from ._adapt import CN as CN
 from ._adapt import Adapter as Adapter
 from ._adapt import Shift as Shift
 from ._adapt import Site as Site
+from ._batch import Trace as Trace
 from ._check import Report as Report
 from ._check import check as check
+from ._optimisers import LBFGS as LBFGS
+from ._optimisers import Descent as Descent
 from ._outer import OuterLoss as OuterLoss
 from ._outer import outer_losses as outer_losses
 from ._outer import task_losses as task_losses
-from ._records import Trace as Trace
-from ._rules import LBFGS as LBFGS
-from ._rules import Descent as Descent
 from ._tailored import Tailored as Tailored
 from ._trees import Inputs as Inputs
 from ._trees import Support as Support

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from ._autotune import as_in_a_chain
+from ._cuda_graphs import CudaGraphs, Recorded
 from ._merge import merging
-from ._recorded import CudaGraphs, Recorded
 from ._trees import cat_rows, count_rows, map_tensors, split_rows, tensors
-from ._trials import as_in_a_chain
 
 Program = Callable[[Any], Any]
 _MOST_PADDING = 4  # a batch may be filled up to so many times its size, before a new size is compiled

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ._adapt import Adapter
+from ._batch import Batch, Fit, Starts, Trace, all_finite, better, finite_rows, rows_where
 from ._bound import Bound
 from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
 from ._kernels import Structure, may_look, plain_kernels
 from ._learned import OwnNames
+from ._optimisers import Descent, Rule
 from ._recompute import recomputed
-from ._records import Batch, Fit, Starts, Trace, all_finite, better, finite_rows, rows_where
 from ._reuse import Reuse
-from ._rules import Descent, Rule
 from ._sites import WHOLE, Reading
 from ._states import State, compact, device_of, rows_of, where
 from ._trees import as_call, model_call, take_rows, tensors

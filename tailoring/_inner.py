@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _states as states
 from ._kernels import may_look
-from ._rules import Rule
+from ._optimisers import Rule
 from ._states import Entry, State
 
 Backprop = Literal["none", "last", "all"]

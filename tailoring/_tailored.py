@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ._adapt import CN, Adapter, sited
+from ._batch import Batch, Places, Starts, Trace, all_finite, in_inference_mode, leaves_inference_mode
 from ._compiled import Compiled
 from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep
 from ._kernels import Structure, may_look, precision_of, structure_of
 from ._learned import Learned
-from ._records import Batch, Places, Starts, Trace, all_finite, in_inference_mode, leaves_inference_mode
+from ._optimisers import LBFGS, Descent, Functional, Rates
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Reuse, find_prefix, held_by, multiplications, worth_keeping
-from ._rules import LBFGS, Descent, Functional, Rates
 from ._sites import alone, watch
 from ._states import State, compact
 from ._trees import (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._rules import Descent
+from ._optimisers import Descent
 from ._tailored import Tailored
 from ._trees import count_rows
 

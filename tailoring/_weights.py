@@ -16,10 +16,10 @@ from . import _states as states
 from ._adapt import Adapter, Evaluate, Site, Sited
 from ._bound import Bound
 from ._copies import call_with_copies
+from ._doubt import doubt
 from ._inner import differentiate, reached
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
-from ._places import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 from ._recurrent import Unrolled, is_patched
 from ._sites import (
     Around,
@@ -38,7 +38,7 @@ from ._sites import (
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps, transformed
 from ._trees import count_rows, map_tensors, tensors
-from ._trial import doubt
+from ._weight_sites import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 
 
 class Weights(Adapter):

@@ -175,7 +175,11 @@ class OneNumber(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"momentum": 0.9}, {"clip": 0.1}, {"stop": 1e-9}, {"keep": "best"}, {"backprop": "all"}, {"optimizer": LBFGS()}]
+    "settings",
+    [
+        *({"lr": 1e-2, **more} for more in ({}, {"momentum": 0.9}, {"clip": 0.1}, {"stop": 1e-9}, {"keep": "best"}, {"backprop": "all"})),
+        {"optimizer": LBFGS()},
+    ],
 )
 @pytest.mark.parametrize("adapt", [Output(), Weights(how="vmap"), Weights()], ids=repr)
 def test_a_query_may_own_a_single_number(adapt, settings):
@@ -186,7 +190,7 @@ def test_a_query_may_own_a_single_number(adapt, settings):
     broken[2] = torch.nan
     net = OneNumber()
     adapt = Weights("scale", how=adapt.how) if isinstance(adapt, Weights) else adapt  # the rest has a test of its own, and warns
-    model = Tailored(net, lambda m, x: (m(x) - x.sum(1)).square(), adapt=adapt, steps=3, lr=1e-2, **settings)
+    model = Tailored(net, lambda m, x: (m(x) - x.sum(1)).square(), adapt=adapt, steps=3, **settings)
     answers, trace = model(broken), model.trace(x)
     assert (trace.losses[-1] < trace.losses[0]).all()
     torch.testing.assert_close(trace.prediction, model(x))

@@ -11,11 +11,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.runtime.benchmarking import InductorBenchmarker, benchmarker
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tailoring import CN, Tailored, _compiled, _merge, _trials, losses
+from tailoring import CN, Tailored, _autotune, _compiled, _merge, losses
+from tailoring._autotune import as_in_a_chain
 from tailoring._flipped import flip_gradients
 from tailoring._layouts import turn_weights
 from tailoring._merge import merge_repeats
-from tailoring._trials import as_in_a_chain
 
 pytestmark = [pytest.mark.no_cover, pytest.mark.usefixtures("compiled_afresh")]  # dynamo takes longer while it is watched
 
@@ -177,8 +177,8 @@ def test_trials_of_kernels_are_queued_and_find_the_cache_full(monkeypatch):
     monkeypatch.setattr(InductorBenchmarker, "get_event_pairs", lambda self, iters, device_type=None: made.append(iters) or [])
     with as_in_a_chain(pause := made.append):
         assert benchmarker.get_event_pairs(5, device_type="cuda") == []
-        assert benchmarker.get_device_cache_size("cuda") == _trials._CACHE
-    assert made == [5 * _trials._AHEAD, 5]
+        assert benchmarker.get_device_cache_size("cuda") == _autotune._CACHE
+    assert made == [5 * _autotune._AHEAD, 5]
     assert vars(benchmarker) == before
     with pytest.raises(KeyError), as_in_a_chain(pause):
         {}["an error"]

@@ -25,6 +25,7 @@ def test_importing_it_imports_nothing_heavier_than_torch():
 
 
 ROOMS = [
+    "_untouched",
     "_trees",
     "random",
     "_recurrent",
@@ -32,14 +33,14 @@ ROOMS = [
     "_recompute",
     "_sites",
     "_states",
-    "_rules",
+    "_optimisers",
     "_inner",
     "_bound",
     "_layouts",
     "_flipped",
     "_merge",
-    "_recorded",
-    "_trials",
+    "_cuda_graphs",
+    "_autotune",
     "_compiled",
     "_adapt",
     "_copies",
@@ -47,12 +48,12 @@ ROOMS = [
 ]
 ROOMS += [
     "_layers",
-    "_places",
-    "_trial",
+    "_weight_sites",
+    "_doubt",
     "_weights",
     "_learned",
     "_reuse",
-    "_records",
+    "_batch",
     "_validate",
     "_fitting",
     "_tailored",

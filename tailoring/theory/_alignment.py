@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import _states as states
+from .._batch import leaves_inference_mode
 from .._outer import TaskLoss
-from .._records import leaves_inference_mode
 from .._states import State
 from .._tailored import Tailored
 

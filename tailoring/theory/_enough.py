@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._adapt import CN, Adapter
+from .._batch import Batch, leaves_inference_mode
 from .._bound import Bound
-from .._records import Batch, leaves_inference_mode
 from .._tailored import Loss, Tailored
 from .._taps import has_tangent, transformed
 from .._trees import count_rows, take_rows, tensors

@@ -11,7 +11,7 @@ from nets import drift, mlp, queries
 from torch import nn
 
 from tailoring import CN, Tailored, _compiled
-from tailoring._recorded import Recorded
+from tailoring._cuda_graphs import Recorded
 
 pytestmark = [pytest.mark.no_cover, pytest.mark.usefixtures("compiled_afresh")]  # dynamo takes longer while it is watched
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tailoring import CN, Tailored, Weights, _trial
-from tailoring._trial import tried
+from tailoring import CN, Tailored, Weights, _doubt
+from tailoring._doubt import tried
 from tailoring.nn import cifar_resnet, resnet18
 
 
@@ -83,7 +83,7 @@ class OfOnePrecision(ByClosure):
 @pytest.mark.parametrize("kind", [ByClosure, OfAnyPrecision, OfOnePrecision])
 def test_a_weight_that_is_used_elsewhere_is_found(kind, copied, monkeypatch):
     """Also where no copy can tell, or the model is too large for one."""
-    monkeypatch.setattr(_trial, "LARGEST_COPY", _trial.LARGEST_COPY if copied else 0)
+    monkeypatch.setattr(_doubt, "LARGEST_COPY", _doubt.LARGEST_COPY if copied else 0)
     torch.manual_seed(0)
     model = Tailored(kind(), lambda m, x: m(x).square().sum(1), adapt=Weights(), steps=2, lr=0.1)
     with pytest.warns(UserWarning, match="'lin.weight' is used elsewhere"):
@@ -162,7 +162,7 @@ def test_a_patched_layer_is_noticed():
 
 
 def test_a_large_model_is_tried_as_it_is(monkeypatch):
-    monkeypatch.setattr(_trial, "LARGEST_COPY", 0)
+    monkeypatch.setattr(_doubt, "LARGEST_COPY", 0)
     net, x = mlp().float(), queries().float()
     sites = Weights().sites(net, x)  # a warning would be an error
     assert {site.how for site in sites} != {"copies"}
