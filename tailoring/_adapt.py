@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from ._bound import Bound
 from ._inner import differentiate
-from ._sites import WHOLE, Around, At, Reading, Seen, check_at, describe, intercepted, matching, refuse_checkpoints, refuse_disorder, watch
+from ._sites import WHOLE, Around, At, Reading, check_at, describe, intercepted, matching
 from ._states import State, as_tensor
 from ._trees import copies_per_query, repeat_rows
+from ._watch import Seen, refuse_checkpoints, refuse_disorder, watch
 
 _CHANNELS_SECOND = (
     nn.modules.conv._ConvNd,

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._sites import intercepted, watch
+from ._sites import intercepted
 from ._tailored import Tailored
 from ._trees import cat_rows, count_rows, map_tensors, model_call, take_rows, tensors
 from ._untouched import untouched
+from ._watch import watch
 
 _REMEDIES = (
     (nn.modules.batchnorm._BatchNorm, "put it in eval mode with running statistics, or use GroupNorm or LayerNorm"),

@@ -14,11 +14,12 @@ from . import _states as states
 from ._adapt import Adapter, Site, sited
 from ._inner import NoGradientError
 from ._kernels import plain_kernels
-from ._sites import Reading, first_and_another, unseen_by_checkpoints
+from ._sites import Reading
 from ._states import State
 from ._taps import Taps
 from ._trees import map_tensors, model_call, tensors
 from ._untouched import untouched
+from ._watch import first_and_another, unseen_by_checkpoints
 
 Way = tuple[Adapter, tuple[Site, ...]]  # to run a model: by an adapter, at its sites
 LARGEST_COPY = 1 << 28  # numbers: 2 GiB in double precision

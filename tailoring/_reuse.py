@@ -25,9 +25,10 @@ from torch.utils import _pytree as pytree
 
 from ._adapt import Adapter, Sited
 from ._kernels import all_modules, plain_kernels
-from ._sites import Reading, Seen, first_and_another, intercepted
+from ._sites import Reading, intercepted
 from ._trees import map_tensors, model_call, tensors
 from ._untouched import untouched
+from ._watch import Seen, first_and_another
 
 Prefix = Mapping[str, tuple[str, ...]]  # modules whose answers can be kept; of each, where the numbers are that it may look at
 WORTH_IT = 0.1  # of the multiplications of a forward pass; a smaller prefix costs more to look after than it saves,

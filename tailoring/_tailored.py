@@ -21,7 +21,7 @@ from ._learned import Learned
 from ._optimisers import LBFGS, Descent, Functional, Rates
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Reuse, find_prefix, held_by, multiplications, worth_keeping
-from ._sites import alone, watch
+from ._sites import alone
 from ._states import State, compact
 from ._trees import (
     Inputs,
@@ -31,6 +31,7 @@ from ._trees import (
     split_rows,
 )
 from ._validate import check_settings, check_state, refuse_mixing_modules
+from ._watch import watch
 
 
 class Tailored(Fitting):

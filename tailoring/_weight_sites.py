@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ._adapt import Site
 from ._layers import How, rule_for
 from ._recurrent import is_patched
-from ._sites import Seen
+from ._watch import Seen
 
 
 def site_of(key: str, module: str, local: str, parameter: nn.Parameter, how: How, copied: bool = False) -> Site:

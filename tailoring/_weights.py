@@ -21,23 +21,11 @@ from ._inner import differentiate, reached
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
 from ._recurrent import Unrolled, is_patched
-from ._sites import (
-    Around,
-    At,
-    Reading,
-    alone,
-    check_at,
-    checkpoint_error,
-    describe,
-    intercepted,
-    matching,
-    refuse_checkpoints,
-    refuse_disorder,
-    watch,
-)
+from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps, transformed
 from ._trees import count_rows, map_tensors, tensors
+from ._watch import checkpoint_error, refuse_checkpoints, refuse_disorder, watch
 from ._weight_sites import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 
 

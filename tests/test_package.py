@@ -32,6 +32,7 @@ ROOMS = [
     "_kernels",
     "_recompute",
     "_sites",
+    "_watch",
     "_states",
     "_optimisers",
     "_inner",
