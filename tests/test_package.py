@@ -33,6 +33,7 @@ ROOMS = [
     "_recompute",
     "_sites",
     "_watch",
+    "_channels",
     "_states",
     "_optimisers",
     "_inner",
