@@ -306,6 +306,7 @@ WRONG = {
     "views": (lambda: value(L.Agree(lambda rows, _: rows[:4]), mlp(), PLACES), ValueError, "each of its 8 rows, not 4"),
     "oblong images": (lambda: value(L.Rotation(), nn.Tanh(), drawn(2, 1, 3, 4)), ValueError, r"square images.* not \(2, 1, 3, 4\)"),
     "three turns": (lambda: value(L.Rotation(), image_net(), IMAGES), ValueError, "four logits, not 3"),
+    "a name for a head": (lambda: L.Rotation("fc"), TypeError, "told by at="),  # type: ignore[arg-type]
     "a single logit": (lambda: value(L.Entropy(), nn.Sequential(mlp(), nn.Linear(3, 1).double()), PLACES), ValueError, r"not \(4, 1\)"),
     "logits without classes": (lambda: value(L.Entropy(), nn.Sequential(mlp(), nn.Flatten(0)), PLACES), ValueError, r"classes\), not \("),
     "dense logits": (

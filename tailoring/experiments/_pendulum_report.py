@@ -113,7 +113,7 @@ def _first(rows: Sequence[Row]) -> Row | None:
     return rows[0] if rows else None
 
 
-def _marks(results: Results, rows: Sequence[Row], like: Row | None) -> Row | None:
+def _marks(rows: Sequence[Row], like: Row | None) -> Row | None:
     """`stopped` of the rows that share network, seeds and way with `like`."""
     if like is None:
         return None
@@ -137,7 +137,7 @@ def _paper(results: Results) -> Table:
         marks = results.find("forward", kind, seeds=seeds, last=False, how="plain")
         rows += line(f"{label}, stopped early", stopped(marks), hnn, _when(stopped(marks)))
     for label, row, order in (("first", first, "none"), ("second", second, "all")):
-        early = _marks(results, results.meta(seeds=row["seeds"] if row else None, backprop=order, last=False), row)
+        early = _marks(results.meta(seeds=row["seeds"] if row else None, backprop=order, last=False), row)
         rows += line(f"meta-tailoring, {label} order, stopped early", early, hnn, _when(early))
     return Table(f"{results.title}: the paper's protocol (forward-difference labels)", COLUMNS, rows, NOTE)
 

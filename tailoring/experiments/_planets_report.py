@@ -96,12 +96,12 @@ def tables(results: Results) -> list[Table]:
     extra = Table("Controls, orders, and beyond the paper", main.columns, _ruled(more))
     made = [main, extra] if any(more) else [main]
     for method, title in (("pairs", "A pairwise, permutation-equivariant network"), ("more", f"{c['more']} training trajectories")):
-        made += _other_network(results, method, title, base, strongest)
+        made += _other_network(results, method, title, base)
     ablations = _ablations(results)
     return made + ([ablations] if ablations else [])
 
 
-def _other_network(results: Results, method: str, title: str, base: Chosen, strongest: Chosen) -> list[Table]:
+def _other_network(results: Results, method: str, title: str, base: Chosen) -> list[Table]:
     """The same comparisons for a network that others are measured against by itself."""
     c, plain = results.config, results.choose(results.settings(method), "tailoring", 0)
     if plain is None or results.trivial is None:

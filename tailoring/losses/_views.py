@@ -123,6 +123,8 @@ class Rotation(Loss):
 
     def __init__(self, head: nn.Module | None = None, *, at: Features = None):
         super().__init__()
+        if not isinstance(head, nn.Module | None):
+            raise TypeError(f"the head must be a module from features to four logits, not {head!r}; where features are read is told by at=")
         self.head, self.at = head, at
 
     def forward(self, model: Any, x: Tensor) -> Tensor:
