@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._tailored import Tailored
-from ._trees import Support, flat_rows
+from ._trees import Support, count_rows, flat_rows, shapes, tensors
 
 TaskLoss = Callable[[Any, Any], Tensor]  # task_loss(prediction, target)
 
@@ -34,6 +34,13 @@ def task_losses(model: Tailored, task_loss: TaskLoss, support: Any, query: Any) 
     `support` and `query` are pairs (x, y) of tensors (tasks, k, ...); k may differ between the two. The model's tailoring loss must
     read a `Support`, as `tailoring.losses.Supervised` does.
     """
+    tasks = [count_rows(part) for part in (*support, *query)]
+    if len(set(tasks)) > 1:
+        raise ValueError(f"as many tasks are needed in each of support x, y and query x, y, shape (tasks, k, ...), not {tasks}")
+    for name, (inputs, targets) in {"support": support, "query": query}.items():
+        sizes = {t.shape[1] if t.ndim > 1 else None for t in tensors((inputs, targets))}
+        if len(sizes) > 1 or None in sizes:
+            raise ValueError(f"{name} x and y must have shape (tasks, k, ...) with the same k, not {shapes((inputs, targets))}")
     x, y = (flat_rows(part) for part in query)
     for step, state in enumerate(model.states(Support(*support))):
         if step or not model.steps:

@@ -33,6 +33,8 @@ from ._trees import (
 from ._validate import check_settings, check_state, refuse_mixing_modules
 from ._watch import watch
 
+Kind = tuple[Any, ...]
+
 
 class Tailored(Fitting):
     """A model that minimises `loss` on each query, with parameters of the query's own, before it answers.
@@ -106,6 +108,7 @@ class Tailored(Fitting):
         self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self.register_load_state_dict_post_hook(_take_rates)
         self._places: dict[Any, Places] = {}
+        self._traced: tuple[tuple[Kind, Places], ...] = ()  # those that compiled code knows, by kind of input
         self._starts = Starts()
         self._structure: Structure | None = None
         self._loss_structure: Structure | None = None
@@ -173,7 +176,9 @@ class Tailored(Fitting):
 
     def prepare(self, x: Any) -> Self:
         """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
-        for name in self._identity(Batch(x, count_rows(x), self._find_places(x)), 1):
+        places, kind = self._find_places(x), _kind(x)
+        self._traced = (*(known for known in self._traced if known[0] != kind), (kind, places))
+        for name in self._identity(Batch(x, count_rows(x), places), 1):
             if isinstance(self.rule, Descent) and self.steps:
                 self.rule.rate(name, 0)
         make_traceable(self.net)
@@ -235,7 +240,8 @@ class Tailored(Fitting):
             structure = self._find_structure()
             assert structure is not None, "compiled code does not come here"
             key = self._key(x, structure)
-            places = self._places["compiled"] = self._places.get(key) or self._find_places(x, structure)
+            places = self._places.get(key) or self._find_places(x, structure)
+            self._traced = ((_kind(x), places),)  # alone: what else there is would be looked at, and a change of it compiled for
             try:
                 out = self._compiled(key, x, self.chunk, places.answer_rows, fills=places.answers_by_row)
             except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
@@ -254,7 +260,7 @@ class Tailored(Fitting):
         return itertools.chain(self.parameters(), self.buffers())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._places.clear()  # the state's dtype follows the model's
+        self._forget_places()  # the state's dtype follows the model's
         super()._apply(fn, recurse)
         _take_rates(self)
         return self
@@ -299,11 +305,11 @@ class Tailored(Fitting):
 
     def _find_places(self, x: Any, structure: Structure | None = None) -> Places:
         structure = structure or self._find_structure()
-        key = "compiled" if structure is None else self._key(x, structure)
+        if structure is None:
+            return self._find_traced(x)
+        key = self._key(x, structure)
         places = self._places.get(key)
-        if places is None or (key == "compiled" and NEEDS_TRACEABLE and not self._prepared):
-            if structure is None:
-                raise RuntimeError("the sites of this model are not known yet: call model.prepare(x) once before compiling it")
+        if places is None:
             here, seen = sited(self.net, self.adapt.sites(self.net, x)), watch(self.net, x)
             if isinstance(self.rule, Descent) and isinstance(self.rule.lr, Mapping):
                 self.rule.check_names(list(self.adapt.init(self.net, here.sites, 1)))
@@ -315,10 +321,25 @@ class Tailored(Fitting):
             places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
             while len(self._places) > _MOST_PLACES:
                 del self._places[next(iter(self._places))]
-            self._places[key] = self._places["compiled"] = places
-        if structure is None:  # dynamo knows a module by its path
-            return places._replace(sited=sited(self.net, places.sited.sites))
+            self._places[key] = places
+            self._traced = self._traced or ((_kind(x), places),)
         return places
+
+    def _find_traced(self, x: Any) -> Places:
+        """The same in compiled code, which cannot look: of an input like one that `prepare`, or the first call, has seen."""
+        if self._prepared or not NEEDS_TRACEABLE:
+            here = _kind(x)
+            for kind, places in self._traced:
+                if kind == here:
+                    return places._replace(sited=sited(self.net, places.sited.sites))  # dynamo knows a module by its path
+        raise RuntimeError(
+            "the sites of this model are not known yet for such an input: call model.prepare(x) once, with an x of this shape and type, "
+            "before compiling it"
+        )
+
+    def _forget_places(self) -> None:
+        self._places.clear()
+        self._traced = ()
 
     def _find_structure(self) -> Structure | None:
         """The model's modules, as they are now: None in compiled code. What was known of a model with other ones is forgotten."""
@@ -327,7 +348,7 @@ class Tailored(Fitting):
         structure = structure_of(self.net, self._structure)
         if structure is not self._structure:
             self._structure = structure
-            self._places.clear()
+            self._forget_places()
         return structure
 
     def _key(self, x: Any, structure: Structure) -> Any:
@@ -345,6 +366,13 @@ def _take_rates(model: Tailored, *_: Any) -> None:
     """Loading (`assign=True`) and conversions may put others in the place of parameters: the rule takes those that train."""
     if isinstance(model.rule, Descent):
         model.rule.lr = model.tailoring.rates(model.rule.lr)
+
+
+def _kind(x: Any) -> Kind:
+    """Shapes and types of a query's tensors, and what else may choose a way through the model, in a form that dynamo can compare."""
+    leaves = pytree.tree_leaves(x)
+    settings = (leaf for leaf in leaves if leaf is None or isinstance(leaf, bool | int | str))
+    return *((t.ndim, tuple(t.shape[1:]), t.dtype) for t in leaves if isinstance(t, Tensor)), *settings
 
 
 def _told(leaf: Any) -> Any:

@@ -392,3 +392,14 @@ def test_what_cannot_be_compiled_says_what_can():
     with torch.no_grad():
         compiled = Tailored(eager.net, by_func, adapt=CN(nn.Tanh), lr=0.1, compile={"backend": "eager"})
         torch.testing.assert_close(compiled(queries()), eager(queries()))
+
+
+def test_a_new_shape_takes_one_program_and_leaves_the_others():
+    model, made = counted()
+    model = model.replace(loss=lambda m, x: m(x).square().flatten(1).sum(1))
+    with torch.no_grad():
+        for seen in range(1, 5):
+            for length in range(seen):
+                model(torch.randn(3, length + 2, 4, dtype=torch.float64))
+            model.trace(torch.randn(3, 20 + seen, 4, dtype=torch.float64))
+            assert len(made) == seen

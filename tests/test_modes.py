@@ -129,6 +129,41 @@ def test_every_way_in_compiles_as_one_graph(method):
     torch.testing.assert_close(torch.compile(found, fullgraph=True, backend="eager")(), found())
 
 
+class Branching(nn.Module):
+    """With a context, or the other way round, it runs other modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.context, self.other, self.last = nn.Linear(4, 8), nn.Tanh(), nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)
+
+    def forward(self, x, context=None, left=True):
+        h = self.act(self.first(x)) if left else self.other(self.first(x))
+        return self.last(h if context is None else h + self.other(self.context(context)))
+
+
+@pytest.mark.no_cover
+def test_compiled_code_knows_each_kind_of_input_or_says_so():
+    """What eager calls see in between changes nothing."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x, context = torch.randn(6, 4), torch.randn(6, 3)
+    model = Tailored(Branching(), lambda m, *args: (m(*args) - 1).square().sum(1), adapt=CN(nn.Tanh), steps=3, lr=0.3)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    kinds = [(x, context), (x,), (x, None, False), (torch.randn(6, 4, 4),)]
+    with torch.no_grad():
+        model.prepare(Inputs(x, context))
+        torch.testing.assert_close(compiled(x, context), model(x, context))
+        for others in kinds[1:3]:
+            model(*others)
+            torch.testing.assert_close(compiled(x, context), model(x, context))
+            with pytest.raises(Exception, match="not known yet for such an input"):
+                compiled(*others)
+        for others in kinds[1:3]:
+            model.prepare(Inputs(*others))
+        for args in (*kinds[:3], *kinds[:3]):
+            torch.testing.assert_close(compiled(*args), model(*args))
+
+
 @pytest.mark.no_cover
 def test_guards_work_in_compiled_code():
     torch.compiler.reset()

@@ -340,3 +340,18 @@ def test_check_finds_the_queries_in_whichever_dimension_they_are(length):
 class Mixing(nn.Module):
     def forward(self, x):
         return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("support", "query", "words"),
+    [
+        (((4, 5, 4), (4, 5, 2)), ((8, 6, 4), (8, 6, 2)), r"as many tasks .* not \[4, 4, 8, 8\]"),
+        (((4, 5, 4), (4, 5, 2)), ((4, 6, 4), (6, 4, 2)), r"as many tasks .* not \[4, 4, 4, 6\]"),
+        (((4, 3, 4), (4, 2, 2)), ((4, 6, 4), (4, 6, 2)), "support x and y .* the same k"),
+        (((4, 3, 4), (4, 3, 2)), ((4, 6, 4), (4,)), "query x and y .* the same k"),
+    ],
+)
+def test_tasks_that_do_not_go_together_are_refused(support, query, words):
+    model = Tailored(mlp(), losses.Supervised(F.mse_loss), adapt=CN(nn.Tanh), steps=1)
+    with pytest.raises(ValueError, match=words):
+        list(task_losses(model, F.mse_loss, *(tuple(map(torch.randn, part)) for part in (support, query))))

@@ -14,7 +14,17 @@ from tailoring import CN, Tailored, losses
 from tailoring.baselines import Shared
 from tailoring.losses import input_of
 from tailoring.nn import BasicBlock, Bottleneck, cifar_resnet, load_weights, resnet50
-from tailoring.smoothing import ABSTAIN, Smoothed, attack, average_radius, bootstrap_difference, certified_accuracy, lower_bound, read_log
+from tailoring.smoothing import (
+    ABSTAIN,
+    Smoothed,
+    attack,
+    average_radius,
+    bootstrap_difference,
+    certified_accuracy,
+    lower_bound,
+    outer_sigma,
+    read_log,
+)
 
 
 class HalfPlane(nn.Module):
@@ -423,3 +433,27 @@ def test_a_bootstrap_of_many_images_goes_in_parts(monkeypatch):
     whole = bootstrap_difference(a, b, draws=400)
     monkeypatch.setattr("tailoring.smoothing._tables._MOST_NUMBERS", 120)
     assert bootstrap_difference(a, b, draws=400) == whole
+
+
+def test_a_guess_may_abstain_and_must_be_a_class():
+    smoothed = Smoothed(lambda x: torch.stack([-x[:, 0], x[:, 0]], 1), 0.5, batch=64)
+    x = torch.tensor([[2.0, 0.0], [2.0, 0.0]])
+    found = smoothed.certify(x, n=1000, guess=[-1, 1])
+    assert found.label.tolist() == [-1, 1]
+    assert found.radius[0] == 0 < found.radius[1]
+    for guess in ([7, 1], [0.5, 1], [-2, 1]):
+        with pytest.raises(ValueError, match="guess"):
+            smoothed.certify(x, n=10, guess=guess)
+
+
+def test_extreme_settings_give_no_infinite_radius_and_no_nonsense():
+    assert lower_bound(torch.tensor([100]), 100, 1 - 1e-16).item() < 1
+    for votes, alpha in ((11, 0.001), (-1, 0.001), (5, 1.5)):
+        with pytest.raises(ValueError, match="a bound takes"):
+            lower_bound(torch.tensor([votes]), 10, alpha)
+    with pytest.raises(ValueError, match="below sigma"):
+        outer_sigma(0.1, 0.5)
+    right = torch.tensor([0, 0], dtype=torch.uint8), torch.tensor([1, 1], dtype=torch.uint8)
+    assert bootstrap_difference(*right) == (-1.0, -1.0, -1.0)
+    with pytest.raises(ValueError, match="an interval takes"):
+        bootstrap_difference(torch.zeros(0), torch.zeros(0))

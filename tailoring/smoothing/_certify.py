@@ -42,8 +42,8 @@ class Smoothed:
     """
 
     def __init__(self, classifier: Callable[[Tensor], Tensor], sigma: float, *, nu: float = 0.0, batch: int = 1000):
-        if not sigma > 0:
-            raise ValueError(f"sigma must be positive, not {sigma}")
+        if not 0 < sigma < math.inf:
+            raise ValueError(f"sigma must be positive and finite, not {sigma}")
         if not 0 <= nu < sigma:
             raise ValueError(f"nu, the noise inside the classifier, must be at least 0 and below sigma = {sigma}, not {nu}")
         if not isinstance(batch, int) or batch < 1:
@@ -89,10 +89,15 @@ class Smoothed:
         labels, votes = [], []
         if guess is not None and len(guess) != len(x):
             raise ValueError(f"there are {len(guess)} guesses for {len(x)} queries")
+        if guess is not None and not all(int(g) == g and g >= ABSTAIN for g in guess):
+            raise ValueError(f"a guess is the number of a class, or {ABSTAIN} to abstain, not {list(guess)}")
         for i, (query, seed) in enumerate(zip(x, _seeds(x, seeds), strict=True)):
             guessed = self.votes(query, n0, seed, phase=0).argmax() if guess is None else torch.as_tensor(guess[i], device=x.device)
-            labels.append(guessed)
-            votes.append(self.votes(query, n, seed, phase=1)[guessed])
+            counts = self.votes(query, n, seed, phase=1)
+            if guess is not None and guessed >= len(counts):
+                raise ValueError(f"query {i} is guessed to be of class {int(guessed)}, of {len(counts)}")
+            labels.append(guessed.long())
+            votes.append(counts[guessed.long()] if guess is None or guessed >= 0 else torch.zeros_like(counts[0]))
         label, vote = torch.stack(labels), torch.stack(votes)  # the only place where the host waits for the device
         p = lower_bound(vote, n, alpha)
         quantile = torch.tensor(stats.norm.ppf(p.cpu().numpy()), dtype=torch.float64, device=x.device)
@@ -123,14 +128,19 @@ class Smoothed:
 
 def outer_sigma(sigma: float, nu: float) -> float:
     """What is left of the noise `sigma` for the query if the classifier's own loss adds `nu`."""
+    if not 0 <= nu < sigma:
+        raise ValueError(f"nu must be at least 0 and below sigma, not {nu} and {sigma}")
     return math.sqrt(sigma**2 - nu**2)
 
 
 def lower_bound(votes: Tensor, n: int, alpha: float) -> Tensor:
     """Clopper and Pearson's one-sided bound: the smallest p that gives so many of n votes, or more, with probability alpha. float64."""
+    if not 0 < alpha < 1 or bool(((votes < 0) | (votes > n)).any()):
+        raise ValueError(f"a bound takes alpha between 0 and 1 and 0 to {n} votes, not alpha = {alpha} and votes {votes.tolist()}")
     k = votes.cpu().numpy()
     bound = torch.tensor(stats.beta.ppf(alpha, k, n - k + 1), dtype=torch.float64)
-    return torch.where(votes.cpu() > 0, bound, 0.0).to(votes.device)
+    most = math.nextafter(1.0, 0.0)  # of 1, which is no bound but rounding, the radius would be infinite
+    return torch.where(votes.cpu() > 0, bound.clamp(max=most), 0.0).to(votes.device)
 
 
 def _mixed(seed: int, phase: int, chunk: int) -> int:

@@ -35,7 +35,9 @@ def bootstrap_difference(a: Tensor, b: Tensor, *, level: float = 0.95, draws: in
     """The mean of a - b over queries, (queries,) each, and the ends of its bootstrap interval: both methods saw the same queries."""
     if a.shape != b.shape or a.ndim != 1:
         raise ValueError(f"two values for each query are compared, shapes (queries,) twice, not {tuple(a.shape)} and {tuple(b.shape)}")
-    difference = (a - b).double().cpu()
+    if not len(a) or draws < 1 or not 0 < level < 1:
+        raise ValueError(f"an interval takes queries, draws and a level between 0 and 1, not {len(a)}, {draws} and {level}")
+    difference = (a.double() - b.double()).cpu()
     resamples = _kept if len(difference) * draws <= 2 * _MOST_NUMBERS else _resamples
     means = torch.cat([drawn.double() @ difference / len(difference) for drawn in resamples(len(difference), draws, seed)])
     low, high = torch.quantile(means, torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
