@@ -446,6 +446,13 @@ def test_a_guess_may_abstain_and_must_be_a_class():
             smoothed.certify(x, n=10, guess=guess)
 
 
+def test_an_attack_says_what_it_cannot_attack():
+    smoothed, x = Smoothed(HalfPlane(1.0).eval(), 0.5), torch.zeros(2, 1)
+    for label, radius in (([0, -1], 1.0), ([0, 1], torch.tensor([0.5, -0.5]))):
+        with pytest.raises(ValueError, match="leave out queries where a certificate abstains"):
+            attack(smoothed, x, torch.tensor(label), radius)
+
+
 def test_extreme_settings_give_no_infinite_radius_and_no_nonsense():
     assert lower_bound(torch.tensor([100]), 100, 1 - 1e-16).item() < 1
     for votes, alpha in ((11, 0.001), (-1, 0.001), (5, 1.5)):
