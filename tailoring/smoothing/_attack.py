@@ -23,7 +23,7 @@ def attack(
     if steps < 1 or samples < 1:
         raise ValueError(f"an attack takes at least one step and one sample, not {steps} and {samples}")
     if bool((torch.as_tensor(radius) < 0).any()) or bool((label < 0).any()):
-        raise ValueError("an attack takes classes and radii that are not negative: leave out queries where a certificate abstains (label -1)")
+        raise ValueError("an attack takes classes and radii that are not negative: leave out queries where a certificate abstains")
     queries = len(x)
     random = torch.Generator(x.device).manual_seed(seed)
 
