@@ -149,18 +149,18 @@ def test_compiled_code_knows_each_kind_of_input_or_says_so():
     x, context = torch.randn(6, 4), torch.randn(6, 3)
     model = Tailored(Branching(), lambda m, *args: (m(*args) - 1).square().sum(1), adapt=CN(nn.Tanh), steps=3, lr=0.3)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    kinds = [(x, context), (x,), (x, None, False), (torch.randn(6, 4, 4),)]
+    kinds = [(x, context), (x,), (x, None, False)]
     with torch.no_grad():
         model.prepare(Inputs(x, context))
         torch.testing.assert_close(compiled(x, context), model(x, context))
-        for others in kinds[1:3]:
+        for others in kinds[1:]:
             model(*others)
             torch.testing.assert_close(compiled(x, context), model(x, context))
             with pytest.raises(Exception, match="not known yet for such an input"):
                 compiled(*others)
-        for others in kinds[1:3]:
+        for others in kinds[1:]:
             model.prepare(Inputs(*others))
-        for args in (*kinds[:3], *kinds[:3]):
+        for args in (*kinds, *kinds):
             torch.testing.assert_close(compiled(*args), model(*args))
 
 
