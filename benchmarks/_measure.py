@@ -77,7 +77,8 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
     torch.set_num_threads(options.threads)
     torch.set_float32_matmul_precision(options.matmul)
     if options.one:
-        print(json.dumps(_measure(cases(_single(options, next(_settings(options, grid)))), options.one, options)))
+        found = _measure(cases(_single(options, next(_settings(options, grid)))), options.one, options)
+        print(json.dumps(found | _machine(options)))  # told here: a parent that asked would stand on the GPU beside those that follow
         return
     for setting in _settings(options, grid):
         try:
@@ -90,7 +91,7 @@ def bench(doc: str, cases: Callable[[Options], Cases], against: str, count: Coun
         names.sort(key=lambda name: name != against)  # what the ratios refer to comes first
         reference: float | None = None
         for name, found in _in_rounds(names, setting, options):
-            row = {"program": Path(sys.argv[0]).stem, "name": name, **setting, **found, **_machine(options)}
+            row = {"program": Path(sys.argv[0]).stem, "name": name, **setting, **found}
             if count is not None:
                 row["units"], row["units_against"] = (count(case, _single(options, setting)) for case in (name, against))
             reference = found.get("seconds") if name == against else reference
@@ -136,7 +137,7 @@ def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
     """
     cuda = options.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
-    held = torch.cuda.memory_reserved() if cuda else 0
+    held = torch.cuda.memory_reserved() if cuda else 0  # 0 as long as PyTorch has not been on it
     try:
         run = cases[name]()
         wait = getattr(run, "wait", wait)
@@ -145,8 +146,9 @@ def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
             run()
         wait()
         first = time.perf_counter() - begin
-        before = torch.cuda.memory_allocated() if cuda else 0
-        if cuda:
+        ours = cuda and not hasattr(run, "peak")  # else nothing of PyTorch's is to run there
+        before = torch.cuda.memory_allocated() if ours else 0
+        if ours:
             torch.cuda.reset_peak_memory_stats()
         times, repeats = [], 1
         begin = time.perf_counter()

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ._bound import Bound
 from ._channels import channel_dimension, default_names, is_last_hidden
 from ._inner import differentiate
-from ._sites import WHOLE, Around, At, Reading, check_at, describe, intercepted, matching
+from ._sites import WHOLE, Around, At, Reading, StandIn, check_at, describe, intercepted, matching
 from ._states import State, as_tensor
 from ._trees import copies_per_query, repeat_rows
 from ._watch import Seen, refuse_checkpoints, refuse_disorder, watch
@@ -40,19 +40,69 @@ class Site:
     copied: bool = False  # of a parameter: the module has no rule, and runs with a copy of its weights for each query
 
 
+class Editors:
+    """Stand-ins for a model's adapted modules, which edit their outputs by one state: the n-th call of a module by its n-th sites."""
+
+    __slots__ = ("edit", "ran", "stand_ins", "state")
+
+    def __init__(self, modules: list[tuple[nn.Module, list[Site]]], edit: Callable[[Tensor, Site, State], Tensor]):
+        self.edit = edit
+        self.state: State = {}
+        self.ran: dict[str, int] = {}  # how often each module did in this pass
+        self.stand_ins = [StandIn(module, self._around(own)) for module, own in modules]
+
+    def _around(self, sites: list[Site]) -> Around:
+        name, calls = sites[0].module, sites[0].calls
+
+        def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
+            out = forward(*args, **kwargs)
+            ran = self.ran.get(name, 0)
+            self.ran[name] = ran + 1
+            if ran == calls:
+                raise RuntimeError(
+                    f"module {name!r} ran more often than in the first forward pass ({calls} times); adapt a module that runs "
+                    "a fixed number of times, or give each use a module of its own"
+                )
+            here = sites if calls == 1 else [site for site in sites if site.call == ran]
+            if isinstance(out, Tensor):
+                return self.edit(out, here[0], self.state) if here else out
+            leaves, spec = pytree.tree_flatten(out)
+            at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            for site in here:
+                leaves[at[site.leaf]] = self.edit(leaves[at[site.leaf]], site, self.state)
+            return pytree.tree_unflatten(leaves, spec)
+
+        return around
+
+
+class Spare(list[Editors]):
+    """Those that are not at work: a pass takes some from here, or makes some, which takes its time. A copy of a model makes its own."""
+
+    def take(self) -> Editors | None:
+        try:
+            return self.pop()
+        except IndexError:  # another thread was faster
+            return None
+
+    def __reduce__(self) -> Any:
+        return Spare, ()
+
+
 class Sited(NamedTuple):
     """A model with its sites, kept while it has the same modules: to look these up at every pass takes its time."""
 
     model: nn.Module
     sites: tuple[Site, ...]
     modules: list[tuple[nn.Module, list[Site]]]  # the adapted ones, each with its own sites
+    spare: Spare | None  # editors that wait for another pass; dynamo makes new ones for each
 
 
 def sited(model: nn.Module, sites: tuple[Site, ...]) -> Sited:
+    spare = None if torch.compiler.is_compiling() else Spare()
     groups: dict[str, list[Site]] = {}
     for site in sites:
         groups.setdefault(site.module, []).append(site)
-    return Sited(model, sites, [(model.get_submodule(name), own) for name, own in groups.items()])
+    return Sited(model, sites, [(model.get_submodule(name), own) for name, own in groups.items()], spare)
 
 
 Evaluate = Callable[..., Tensor]  # evaluate(state, taps=None) -> losses, (rows,); `taps` reaches `Adapter.call`
@@ -100,13 +150,17 @@ class Adapter:
 
     def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None) -> Any:
         """By default, edit the outputs of the modules at the sites."""
-        ran: dict[str, int] | None = {} if reading.is_part else None
-        with intercepted([(module, _edit_outputs(own, state, self.edit, ran)) for module, own in sited.modules]):
-            if reading is WHOLE:
-                return sited.model(*args, **kwargs)
-            out = reading(sited.model, lambda module: module(*args, **kwargs))
-        if ran:
-            _refuse_half(ran, sited.sites)
+        editors = sited.spare.take() if sited.spare else None
+        editors = editors or Editors(sited.modules, self.edit)
+        editors.state, editors.ran = state, {}
+        whole = reading is WHOLE
+        with intercepted(editors.stand_ins):
+            out = sited.model(*args, **kwargs) if whole else reading(sited.model, lambda module: module(*args, **kwargs))
+        if not whole and reading.is_part:
+            _refuse_half(editors.ran, sited.sites)
+        if sited.spare is not None:
+            editors.state = {}
+            sited.spare.append(editors)
         return out
 
     def gradient(
@@ -236,35 +290,6 @@ def _refuse_half(ran: dict[str, int], sites: tuple[Site, ...]) -> None:
                 f"the tailoring loss runs a part of the model in which module {site.module!r} runs {ran[site.module]} of its {site.calls} "
                 "times, so it is not known which: call the whole model, or give each use a module of its own"
             )
-
-
-def _edit_outputs(
-    sites: list[Site], state: State, edit: Callable[[Tensor, Site, State], Tensor], counts: dict[str, int] | None = None
-) -> Around:
-    """Edits the outputs of one module: its n-th call is answered by its n-th sites. `counts` takes down how often it ran."""
-    calls, ran = sites[0].calls, 0
-
-    def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        nonlocal ran
-        out = forward(*args, **kwargs)
-        here = sites if calls == 1 else [site for site in sites if site.call == ran]
-        ran += 1
-        if counts is not None:
-            counts[sites[0].module] = ran
-        if ran > calls:
-            raise RuntimeError(
-                f"module {sites[0].module!r} ran more often than in the first forward pass ({calls} times); adapt a module that runs "
-                "a fixed number of times, or give each use a module of its own"
-            )
-        if isinstance(out, Tensor):
-            return edit(out, here[0], state) if here else out
-        leaves, spec = pytree.tree_flatten(out)
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        for site in here:
-            leaves[at[site.leaf]] = edit(leaves[at[site.leaf]], site, state)
-        return pytree.tree_unflatten(leaves, spec)
-
-    return around
 
 
 def _site(s: Seen, seen: list[Seen], modules: dict[str, nn.Module], channels: int | None) -> Site | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._sites import intercepted
+from ._sites import StandIn, intercepted
 from ._tailored import Tailored
 from ._trees import cat_rows, count_rows, map_tensors, model_call, take_rows, tensors
 from ._untouched import untouched
@@ -144,7 +144,7 @@ def _record(net: nn.Module, x: Any, rows: dict[tuple[str, int, int], int | None]
         records.append(_Record(name, module, given, came, along))
         return out
 
-    with intercepted([(module, functools.partial(note, name)) for name, module in net.named_modules()]):
+    with intercepted([StandIn(module, functools.partial(note, name)) for name, module in net.named_modules()]):
         args, kwargs = model_call(x)
         net(*args, **kwargs)
     return records

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ._recurrent import unrolled_layers
-from ._sites import Reading, alone, intercepted
+from ._sites import Reading, StandIn, alone, intercepted
 from ._trees import copies_per_query, tensors
 
 
@@ -99,7 +99,7 @@ def _back(t: Tensor, dim: int) -> Tensor:
 
 
 def _at_once(model: nn.Module, one: Callable[..., list[Tensor]], state: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:
-    padded = [(module, _embed) for module in model.modules() if isinstance(module, nn.Embedding) and module.padding_idx is not None]
+    padded = [StandIn(module, _embed) for module in model.modules() if isinstance(module, nn.Embedding) and module.padding_idx is not None]
     with unrolled_layers(model), intercepted(padded):
         try:
             return vmap(one)(state, *inputs)

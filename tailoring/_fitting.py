@@ -136,7 +136,7 @@ class Fitting(OwnNames):
         if self.steps > 0 and self._is_plain and first_order and may_look() and isinstance(self.rule, Descent):
             kept = batch.start if batch.start is not None else self._starts.kept_for(batch)
             start = self._identity(batch, self.adapt.rows(batch.queries)) if kept is None else kept
-            state = hurry(functools.partial(self._gradient, batch), start, self.rule.rate, self.steps)
+            state = hurry(functools.partial(self._gradient, batch), start, self.rule.rates, self.steps)
             if state is not None:
                 if kept is None and self.adapt.constant_start and not self.tailoring.wants_start:
                     self._starts.keep(batch, start)
@@ -147,7 +147,7 @@ class Fitting(OwnNames):
         """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
         batch = batch._replace(rescued=batch.places.answers_by_row)
         start = self._identity(batch, self.adapt.rows(batch.queries))
-        state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, cast(Descent, self.rule).rate, self.steps)
+        state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, cast(Descent, self.rule).rates, self.steps)
         out = self._answer(batch, where(fine, state, start))[0]
         if not batch.places.answers_by_row:
             return out  # then what is not finite in it is looked at from outside

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,12 +12,13 @@ from torch import Tensor
 from . import _states as states
 from ._kernels import may_look
 from ._optimisers import Rule
-from ._states import Entry, State
+from ._states import State
 
 Backprop = Literal["none", "last", "all"]
 Keep = Literal["last", "best"]
 # (state, chosen rows or None for all, step, whether to keep the graph) -> losses (rows,), gradient
 Gradient = Callable[[State, Tensor | None, int, bool], tuple[Tensor, State]]
+RatesAt = Callable[[Iterable[str], int], Mapping[str, Any]]  # the step sizes of the tensors named, at one step
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def descend(
         yield Moment(reached, home or base, values, taken, failed, stopped)
 
 
-def hurry(gradient: Gradient, state: State, rate: Callable[[str, int], Any], steps: int) -> State | None:
+def hurry(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> State | None:
     """What `descend` comes to by plain gradient descent, at first order, if all goes well: nothing is looked at on the way.
 
     None if a number was not finite somewhere, which is rare: then `descend` has to find out where. A state that is not finite once
@@ -106,7 +107,7 @@ def hurry(gradient: Gradient, state: State, rate: Callable[[str, int], Any], ste
     seen: list[Tensor] = []
     for step in range(steps):
         try:
-            values, state = _step_blindly(gradient, state, rate, step)
+            values, state = _step_blindly(gradient, state, rates, step)
         except Exception:
             if bool(states.finite(state).all()):
                 raise
@@ -115,11 +116,11 @@ def hurry(gradient: Gradient, state: State, rate: Callable[[str, int], Any], ste
     return state if states.all_finite([*seen, *states.numbers(state)]) else None
 
 
-def hurry_by_row(gradient: Gradient, state: State, rate: Callable[[str, int], Any], steps: int) -> tuple[State, Tensor]:
+def hurry_by_row(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> tuple[State, Tensor]:
     """The same for code that cannot look: the state, and the rows of it in which all went well, as `descend` would have found them."""
     seen: list[Tensor] = []
     for step in range(steps):
-        values, state = _step_blindly(gradient, state, rate, step)
+        values, state = _step_blindly(gradient, state, rates, step)
         seen.append(values)
     fine = states.finite(state)
     for values in seen:
@@ -127,17 +128,18 @@ def hurry_by_row(gradient: Gradient, state: State, rate: Callable[[str, int], An
     return state, fine
 
 
-def _step_blindly(gradient: Gradient, state: State, rate: Callable[[str, int], Any], step: int) -> tuple[Tensor, State]:
+def _step_blindly(gradient: Gradient, state: State, rates: RatesAt, step: int) -> tuple[Tensor, State]:
     """The losses before the step, and the state after it."""
     values, grads = gradient(state, None, step, False)
-    state = {name: _moved(entry, grads[name], rate(name, step)) for name, entry in state.items()}
-    return values.detach(), state  # with their graph, all that the weights below the first site would need stays
-
-
-def _moved(entry: Entry, grad: Entry, rate: Any) -> Entry:
-    if isinstance(entry, Tensor) and isinstance(grad, Tensor):
-        return torch.add(entry, grad, alpha=-rate)
-    return states.add({"": entry}, states.scale({"": grad}, lambda _: -rate))[""]
+    by_name = rates(state, step)
+    moved: State = {}
+    for name, entry in state.items():
+        grad, rate = grads[name], by_name[name]
+        if isinstance(entry, Tensor) and isinstance(grad, Tensor):  # here and not in a function: small models notice
+            moved[name] = torch.add(entry, grad, alpha=-rate)
+        else:
+            moved |= states.add({name: entry}, states.scale({name: grad}, lambda _, rate=rate: -rate))
+    return values.detach(), moved  # with their graph, all that the weights below the first site would need stays
 
 
 def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor], step: int) -> tuple[State, Any, Tensor]:

@@ -90,6 +90,10 @@ class Descent:
         rates = self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]
         return not any(isinstance(rate, Tensor) for rate in rates)
 
+    def rates(self, names: Iterable[str], step: int) -> dict[str, float | Tensor]:
+        """The step sizes of some tensors of the state at one step."""
+        return dict.fromkeys(names, self.lr) if type(self.lr) is float else {name: self.rate(name, step) for name in names}
+
     def rate(self, name: str, step: int) -> float | Tensor:
         """The step size of one tensor of the state at one step."""
         rate = self.lr

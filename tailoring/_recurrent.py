@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-Replaced = list[tuple[nn.Module, Any]]  # modules, each with the `forward` that the instance had before, or None
 
-
-def restore_forwards(replaced: Replaced) -> None:
-    """Take back what has been put in the place of their `forward` on the instances, the last first."""
-    while replaced:
-        module, own = replaced.pop()
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = own
+def restore_forward(module: nn.Module, before: Any) -> None:
+    """Take back what has been put in the place of `forward` on the instance, which had this one `before`, or none."""
+    if before is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = before
 
 
 NEEDS_TRACEABLE = TorchVersion(torch.__version__) < "2.13"
@@ -48,12 +44,10 @@ def is_patched(module: nn.Module) -> bool:
 @contextmanager
 def unrolled_layers(model: nn.Module) -> Iterator[None]:
     """Within the block, the model's RNN, GRU and LSTM layers compute step by step."""
-    replaced: Replaced = []
     with ExitStack() as stack:
-        stack.callback(restore_forwards, replaced)
         for layer in model.modules():
             if isinstance(layer, nn.RNNBase):
-                replaced.append((layer, layer.__dict__.get("forward")))
+                stack.callback(restore_forward, layer, layer.__dict__.get("forward"))
                 layer.__dict__["forward"] = Unrolled(layer)
         yield
 

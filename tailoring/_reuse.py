@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ._adapt import Adapter, Sited
 from ._kernels import all_modules, plain_kernels
-from ._sites import Reading, intercepted
+from ._sites import Reading, StandIn, intercepted
 from ._trees import map_tensors, model_call, tensors
 from ._untouched import untouched
 from ._watch import Seen, first_and_another
@@ -126,7 +126,7 @@ class Reuse:
 
     def serving(self, *, keep: bool) -> AbstractContextManager[None]:
         """Within the block, modules answer from before where they can; with `keep`, new answers are kept."""
-        return intercepted([(self.model.get_submodule(name), functools.partial(self._answer, name, keep)) for name in self.names])
+        return intercepted([StandIn(self.model.get_submodule(name), functools.partial(self._answer, name, keep)) for name in self.names])
 
     def once(self, make: Callable[[], Any], *, keep: bool) -> Any:
         """`make()`, as it came out when a pass first got here."""

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ._recurrent import Replaced, restore_forwards
 from ._trees import first_tensor
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
@@ -34,48 +33,63 @@ def alone() -> Iterator[None]:
             yield
 
 
-class intercepted:  # noqa: N801 - reads as the function it is; a generator would take twice the time
-    """Within the block, each `around` answers in place of its module, and may ask it.
+class StandIn:
+    """Answers in a module's place by `around`, which may ask the module; to be put up by `intercepted`, as often as one likes.
 
-    The instance's `forward` is shadowed, and restored in the end. Forward hooks would do the same in eager code, but dynamo cannot
-    trace their registration, and registering one while another thread runs the module breaks that thread. The shadow answers to
-    its own thread only: in any other the module is as it was.
+    It answers so to the thread that has put it up only: in any other the module is as it was.
     """
 
-    def __init__(self, arounds: Iterable[tuple[nn.Module, Around]]):
-        self.arounds = arounds
-        self.replaced: Replaced = []
+    __slots__ = ("before", "forward", "module", "owner", "shadow")
+
+    def __init__(self, module: nn.Module, around: Around):
+        self.module = module
+        self.owner: int | None = None  # a thread; None of dynamo, which traces in one
+        self.forward: Callable[..., Any] = module.forward  # the module's, as it is when this is put up
+        self.before: Any = None  # the same, if the instance has one of its own
+
+        def shadow(*args: Any, **kwargs: Any) -> Any:
+            if self.owner is None or get_ident() == self.owner:
+                return around(self.forward, module, args, kwargs)
+            return self.forward(*args, **kwargs)
+
+        self.shadow = shadow  # a function: an object that can be called takes longer
+
+
+class intercepted:  # noqa: N801 - reads as the function it is; a generator would take twice the time
+    """Within the block the stand-ins answer in place of their modules.
+
+    The instance's `forward` is shadowed, and restored in the end. Forward hooks would do the same in eager code, but dynamo cannot
+    trace their registration, and registering one while another thread runs the module breaks that thread.
+    """
+
+    def __init__(self, stand_ins: Iterable[StandIn]):
+        self.stand_ins = stand_ins
+        self.up: list[StandIn] = []
         self.owner: int | None = None
 
     def __enter__(self) -> None:
-        owner = None
         if not torch.compiler.is_compiling():
             ADAPTING.acquire()
-            owner = self.owner = get_ident()
+            self.owner = get_ident()
         try:
-            for module, around in self.arounds:
-                shadow = _shadow(module, around, owner)
-                self.replaced.append((module, module.__dict__.get("forward")))
-                module.__dict__["forward"] = shadow
+            for stand_in in self.stand_ins:
+                own = stand_in.module.__dict__
+                stand_in.owner, stand_in.forward, stand_in.before = self.owner, stand_in.module.forward, own.get("forward")
+                self.up.append(stand_in)
+                own["forward"] = stand_in.shadow
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: Any) -> None:
-        restore_forwards(self.replaced)
+        while self.up:
+            stand_in = self.up.pop()
+            if stand_in.before is None:  # as `restore_forward`, which would be a function call for each
+                stand_in.module.__dict__.pop("forward", None)
+            else:
+                stand_in.module.__dict__["forward"] = stand_in.before
         if self.owner is not None:
             ADAPTING.release()
-
-
-def _shadow(module: nn.Module, around: Around, owner: int | None) -> Callable[..., Any]:
-    forward = module.forward
-    if owner is None:  # dynamo's, which traces in one thread
-        return lambda *args, **kwargs: around(forward, module, args, kwargs)
-
-    def shadow(*args: Any, **kwargs: Any) -> Any:
-        return around(forward, module, args, kwargs) if get_ident() == owner else forward(*args, **kwargs)
-
-    return shadow
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,7 @@ class Reading:
                 caught.append(first_tensor(out).clone())
             return out
 
-        with intercepted([(base.get_submodule(self.below), catch)]):
+        with intercepted([StandIn(base.get_submodule(self.below), catch)]):
             run(base)
         if not caught:
             raise ValueError(f"module {self.below!r} did not run in this forward pass")

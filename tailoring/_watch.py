@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ._kernels import plain_kernels
-from ._sites import intercepted
+from ._sites import StandIn, intercepted
 from ._trees import Call, map_tensors, model_call, tensors
 from ._untouched import untouched
 
@@ -129,7 +129,7 @@ def _watch_once(model: nn.Module, call: Call, checkpointed: set[str] | None = No
 
     args, kwargs = call
     versions = [t._version for t in tensors(call)]
-    with intercepted([(module, functools.partial(note, name)) for name, module in model.named_modules()]):
+    with intercepted([StandIn(module, functools.partial(note, name)) for name, module in model.named_modules()]):
         answers = {id(t) for t in tensors(model(*args, **kwargs))}
     if versions != [t._version for t in tensors(call)]:
         raise ValueError(

@@ -21,7 +21,7 @@ from ._inner import differentiate, reached
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
 from ._recurrent import Unrolled, is_patched
-from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching
+from ._sites import Around, At, Reading, StandIn, alone, check_at, describe, intercepted, matching
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps, transformed
 from ._trees import count_rows, map_tensors, tensors
@@ -112,13 +112,13 @@ class Weights(Adapter):
         return {s.key: _nothing_moved(s, queries, device) for s in sites}
 
     def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Taps | None = None) -> Any:
-        model, sites, modules = sited
+        model, sites, modules, _ = sited
         if self.how != "rules" or _is_whole(sites):
             changes = {name: as_tensor(entry) for name, entry in state.items()}
             return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=_rows_of(reading, sites[0]))
         _refuse_looking_inside(reading, sites)
         rows = functools.partial(count_rows, (args, kwargs))
-        with intercepted([(module, _around(own, state, taps, rows)) for module, own in modules]):
+        with intercepted([StandIn(module, _around(own, state, taps, rows)) for module, own in modules]):
             return reading(model, lambda module: module(*args, **kwargs))
 
     def gradient(

@@ -337,8 +337,11 @@ def test_the_hurried_loop_gives_up_where_a_number_is_not_finite():
     def gradient(state, rows, step, graph):
         return torch.tensor([1.0, torch.inf if step == 0 else 1.0]), {"a": torch.ones(2, 1)}
 
-    assert hurry(gradient, {"a": torch.zeros(2, 1)}, lambda name, step: 0.1, 2) is None
-    assert hurry(lambda *a: (torch.ones(2), {"a": torch.tensor([[1.0], [torch.nan]])}), {"a": torch.zeros(2, 1)}, lambda *a: 0.1, 1) is None
+    assert hurry(gradient, {"a": torch.zeros(2, 1)}, Descent(0.1).rates, 2) is None
+    assert (
+        hurry(lambda *a: (torch.ones(2), {"a": torch.tensor([[1.0], [torch.nan]])}), {"a": torch.zeros(2, 1)}, Descent(0.1).rates, 1)
+        is None
+    )
 
 
 @pytest.mark.parametrize("width", [8, 64], ids=["matrices", "outer products"])

@@ -326,6 +326,33 @@ def test_two_threads_may_share_a_model(adapter):
     assert not any(m._forward_hooks for m in model.net.modules())
 
 
+@pytest.mark.parametrize("adapter", ["CN", "Shift", "Weights"])
+def test_a_pass_that_fails_leaves_nothing_behind(adapter):
+    model, x = tailored(adapter), queries()
+    expected, plain = model(x), model.net(x)
+
+    def refuse(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.net[1].register_forward_hook(refuse)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    handle.remove()
+    torch.testing.assert_close(model.net(x), plain)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("adapter", PER_QUERY)
+def test_a_model_holds_on_to_no_state(adapter):
+    model, x = tailored(adapter, backprop="all"), queries()
+    held = [weakref.ref(t) for t in tensors(model.tailor(x))]
+    model.predict(x, state := model.tailor(x)).sum().backward()
+    held += [weakref.ref(t) for t in tensors(state)]
+    del state
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+
+
 def _train_in_processes(rank: int, world: int, port: int, results) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._adapt import CN
-from .._sites import intercepted
+from .._sites import StandIn, intercepted
 from .._states import State
 from .._untouched import untouched
 
@@ -167,7 +167,7 @@ def _calls(model: nn.Module, x: Any) -> list[ModuleCall]:
 
         return around
 
-    with untouched(model), intercepted([(module, note(name)) for name, module in model.named_modules()]):
+    with untouched(model), intercepted([StandIn(module, note(name)) for name, module in model.named_modules()]):
         model(x)
     return calls
 
