@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +40,37 @@ class Site:
     copied: bool = False  # of a parameter: the module has no rule, and runs with a copy of its weights for each query
 
 
-class Editors:
-    """Stand-ins for a model's adapted modules, which edit their outputs by one state: the n-th call of a module by its n-th sites."""
+Modules = list[tuple[nn.Module, list[Site]]]  # the adapted ones, each with its own sites
 
-    __slots__ = ("edit", "ran", "stand_ins", "state")
 
-    def __init__(self, modules: list[tuple[nn.Module, list[Site]]], edit: Callable[[Tensor, Site, State], Tensor]):
-        self.edit = edit
+class Cast:
+    """Stand-ins for a model's adapted modules, made once; they work for one pass at a time, by its state."""
+
+    __slots__ = ("stand_ins", "state")
+
+    def __init__(self, modules: Modules):
         self.state: State = {}
-        self.ran: dict[str, int] = {}  # how often each module did in this pass
-        self.stand_ins = [StandIn(module, self._around(own)) for module, own in modules]
+        self.stand_ins = [StandIn(module, self.around(module, own)) for module, own in modules]
 
-    def _around(self, sites: list[Site]) -> Around:
+    def around(self, module: nn.Module, sites: list[Site]) -> Around:
+        raise NotImplementedError
+
+    def rest(self) -> None:
+        """Hold on to nothing of the pass."""
+        self.state = {}
+
+
+class Editors(Cast):
+    """Those that edit the outputs: of the n-th call of a module by its n-th sites."""
+
+    __slots__ = ("edit", "ran")
+
+    def __init__(self, modules: Modules, edit: Callable[[Tensor, Site, State], Tensor]):
+        self.edit = edit
+        self.ran: dict[str, int] = {}  # how often each module did in this pass
+        super().__init__(modules)
+
+    def around(self, module: nn.Module, sites: list[Site]) -> Around:
         name, calls = sites[0].module, sites[0].calls
 
         def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -75,17 +94,14 @@ class Editors:
         return around
 
 
-class Spare(list[Editors]):
-    """Those that are not at work: a pass takes some from here, or makes some, which takes its time. A copy of a model makes its own."""
-
-    def take(self) -> Editors | None:
-        try:
-            return self.pop()
-        except IndexError:  # another thread was faster
-            return None
+class Spare(list[Cast]):
+    """Those that are not at work: a pass takes one from here, or makes one, which takes its time. A copy of a model makes its own."""
 
     def __reduce__(self) -> Any:
         return Spare, ()
+
+
+C = TypeVar("C", bound=Cast)
 
 
 class Sited(NamedTuple):
@@ -93,8 +109,23 @@ class Sited(NamedTuple):
 
     model: nn.Module
     sites: tuple[Site, ...]
-    modules: list[tuple[nn.Module, list[Site]]]  # the adapted ones, each with its own sites
-    spare: Spare | None  # editors that wait for another pass; dynamo makes new ones for each
+    modules: Modules
+    spare: Spare | None  # casts that wait for another pass; dynamo makes a new one for each
+
+    def cast(self, make: Callable[[Modules], C], state: State) -> C:
+        """A cast at work by this state, to be given to `dismiss` after the pass."""
+        try:
+            cast: Any = self.spare.pop() if self.spare else make(self.modules)
+        except IndexError:  # another thread was faster
+            cast = make(self.modules)
+        cast.state = state
+        return cast
+
+    def dismiss(self, cast: Cast) -> None:
+        """Not after a pass that failed: what it has left there goes with it."""
+        if self.spare is not None:
+            cast.rest()
+            self.spare.append(cast)
 
 
 def sited(model: nn.Module, sites: tuple[Site, ...]) -> Sited:
@@ -150,18 +181,18 @@ class Adapter:
 
     def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None) -> Any:
         """By default, edit the outputs of the modules at the sites."""
-        editors = sited.spare.take() if sited.spare else None
-        editors = editors or Editors(sited.modules, self.edit)
-        editors.state, editors.ran = state, {}
+        editors = sited.cast(self._editors, state)
+        editors.ran = {}
         whole = reading is WHOLE
         with intercepted(editors.stand_ins):
             out = sited.model(*args, **kwargs) if whole else reading(sited.model, lambda module: module(*args, **kwargs))
         if not whole and reading.is_part:
             _refuse_half(editors.ran, sited.sites)
-        if sited.spare is not None:
-            editors.state = {}
-            sited.spare.append(editors)
+        sited.dismiss(editors)
         return out
+
+    def _editors(self, modules: Modules) -> Editors:
+        return Editors(modules, self.edit)
 
     def gradient(
         self, evaluate: Evaluate, sites: tuple[Site, ...], state: State, step: tuple[int, int], graph: bool

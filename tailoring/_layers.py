@@ -65,7 +65,7 @@ class Use:
         if change is not None:
             out = _add_product(out, given, change, first, skip)
         if offset is not None:
-            out = out + as_tensor(offset)[:, None, first : first + out.shape[-1]].to(out.dtype)
+            out = out + _part(as_tensor(offset), 1, first, out)[:, None].to(out.dtype)
         names = [self.names[n] if self.names.get(n) in self.tapped else None for n in (weight, bias)]
         if self.taps is not None and any(names):
             out = self.taps.listen(Tap(names[0], names[1], given, shape, first, skip), out)
@@ -79,23 +79,27 @@ Rule = Callable[[Use, Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, 
 
 def _add_product(out: Tensor, given: Tensor, change: Entry, first: int, skip: int | None) -> Tensor:
     """out + given @ change^T for each query, with change (out, in) given as outer products or as it is; no gradient at the index `skip`."""
-    last = first + out.shape[-1]
     if isinstance(change, LowRank):
         if not change.rank:
             return out
         if torch.compiler.is_compiling() and given.is_floating_point() and given.shape[1] == 1:
             return _add_products_one_by_one(out, given, change, first)
         left, right = change.factors()  # (queries, rank, out), (queries, rank, in)
-        dots = given @ right.mT.to(given.dtype) if right.is_floating_point() else given[:, :, None] == right[:, None, :]
-        return torch.baddbmm(out, dots.to(out.dtype), left[..., first:last].to(out.dtype))  # sum_r left_r (right_r . h')
+        dots = torch.bmm(given, right.mT.to(given.dtype)) if right.is_floating_point() else given[:, :, None] == right[:, None, :]
+        return torch.baddbmm(out, dots.to(out.dtype), _part(left, 2, first, out).to(out.dtype))  # sum_r left_r (right_r . h')
     if not given.is_floating_point():  # a table that other layers share: (queries, rows of the table, out)
         picked = torch.take_along_dim(change, given[..., None], 1)
         return out + (picked if skip is None else torch.where(given[..., None] == skip, picked.detach(), picked))
-    change = change.flatten(2)[:, first:last].to(out.dtype)
+    change = _part(change.flatten(2), 1, first, out).to(out.dtype)
     groups = given.shape[-1] // change.shape[-1]
     if groups == 1:
         return torch.baddbmm(out, given.to(out.dtype), change.mT)
     return out + torch.einsum("qpgi,qgoi->qpgo", given.unflatten(-1, (groups, -1)), change.unflatten(1, (groups, -1))).flatten(2)
+
+
+def _part(t: Tensor, dim: int, first: int, out: Tensor) -> Tensor:
+    """Of all outputs of a weight, along `dim`, those that `out` has."""
+    return t if t.shape[dim] == out.shape[-1] else t.narrow(dim, first, out.shape[-1])
 
 
 def _add_products_one_by_one(out: Tensor, given: Tensor, change: LowRank, first: int) -> Tensor:
@@ -103,7 +107,7 @@ def _add_products_one_by_one(out: Tensor, given: Tensor, change: LowRank, first:
     for _, left, right in change.blocks:
         if left.shape[1]:
             dots = (right.to(given.dtype) * given).sum(-1, keepdim=True)  # (queries, rank, 1)
-            out = out + (dots.to(out.dtype) * left[..., first : first + out.shape[-1]].to(out.dtype)).sum(1, keepdim=True)
+            out = out + (dots.to(out.dtype) * _part(left, 2, first, out).to(out.dtype)).sum(1, keepdim=True)
     return out
 
 
@@ -118,10 +122,12 @@ def convolution(use: Use, forward: Callable[..., Any], module: Any, args: tuple[
     (x,) = (*args, *kwargs.values())
     out = forward(x)
     copies = copies_per_query(x.shape[0], use.queries, "input of a convolution with adapted weights")
-    patches = _patches(module, x).reshape(use.queries, copies * out[0, 0].numel(), -1)
-    flat = out.flatten(2).mT.reshape(use.queries, -1, out.shape[1])
+    by_channel = out.movedim(1, -1)  # (rows, *positions, out), as it lies in memory if the channels are last
+    positions = copies * math.prod(out.shape[2:])
+    patches = _patches(module, x).reshape(use.queries, positions, -1)
+    flat = by_channel.reshape(use.queries, positions, -1)
     new = use.corrected(flat, patches, tuple(module.weight.shape))
-    return _laid_out_as(out, new.reshape(out.shape[0], -1, out.shape[1]).mT.reshape(out.shape))
+    return _laid_out_as(out, new.reshape(by_channel.shape).movedim(-1, 1))
 
 
 def _laid_out_as(out: Tensor, new: Tensor) -> Tensor:
@@ -130,9 +136,9 @@ def _laid_out_as(out: Tensor, new: Tensor) -> Tensor:
 
 
 def _patches(module: Any, x: Tensor) -> Tensor:
-    """(rows, positions, in * kernel)"""
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = F.pad(x, module._reversed_padding_repeated_twice, mode)
+    """(rows, ..., in * kernel), a patch for each position"""
+    if any(padding := module._reversed_padding_repeated_twice):
+        x = F.pad(x, padding, "constant" if module.padding_mode == "zeros" else module.padding_mode)
     sizes = [module.kernel_size, module.dilation, module.stride]
     if x.ndim == 3:  # a sequence is an image of height one
         x, sizes = x.unsqueeze(2), [(1, *size) for size in sizes]
@@ -143,9 +149,9 @@ def _patches(module: Any, x: Tensor) -> Tensor:
 
 
 def _windows(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tensor:
-    """`F.unfold(...).mT` as one copy of a view: on CUDA that one starts a kernel for each row. (On a CPU it is the faster one.)"""
+    """What `F.unfold` makes, as a view to be copied: on CUDA that one starts a kernel for each row. (On a CPU it is the faster one.)"""
     views = x.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])  # (rows, in, down, across, *kernel)
-    return views.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    return views.permute(0, 2, 3, 1, 4, 5)
 
 
 def embedding(use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,13 @@ class LowRank:
         """All of it as one pair, left (rows, rank, out) and right (rows, rank, in)."""
         parts = [(left, right) for _, left, right in self.blocks if left.shape[1]] or [self.blocks[0][1:]]
         lefts, rights = zip(*parts, strict=True)
-        return (lefts[0], rights[0]) if len(parts) == 1 else (torch.cat(lefts, 1), torch.cat(rights, 1))
+        return joined(lefts), joined(rights)
 
     def dense(self, table: int = 0) -> Tensor:
         """The matrices themselves, (rows, out, in); of a table, which has `table` rows, (rows, in, out) as the table is."""
         left, right = self.factors()
         if right.is_floating_point():
-            return left.mT @ right
+            return torch.bmm(left.mT, right)  # `@` expands both first, in four operations more
         return torch.nn.functional.one_hot(right, table).to(left.dtype).mT @ left
 
     def __repr__(self) -> str:
@@ -82,6 +82,11 @@ def _unflatten(parts: list, keys: tuple[Key, ...]) -> LowRank:
 torch.serialization.add_safe_globals([LowRank])  # a saved state loads without pickle
 Entry = Tensor | LowRank
 State = dict[str, Entry]
+
+
+def joined(factors: Sequence[Tensor]) -> Tensor:
+    """Factors (rows, r, n) of one side as one."""
+    return factors[0] if len(factors) == 1 else torch.cat(tuple(factors), 1)
 
 
 def as_tensor(entry: Entry) -> Tensor:

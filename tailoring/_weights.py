@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _states as states
-from ._adapt import Adapter, Evaluate, Site, Sited
+from ._adapt import Adapter, Cast, Evaluate, Site, Sited
 from ._bound import Bound
 from ._copies import call_with_copies
 from ._doubt import doubt
@@ -21,10 +20,10 @@ from ._inner import differentiate, reached
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
 from ._recurrent import Unrolled, is_patched
-from ._sites import Around, At, Reading, StandIn, alone, check_at, describe, intercepted, matching
+from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps, transformed
-from ._trees import count_rows, map_tensors, tensors
+from ._trees import Call, count_rows, map_tensors, tensors
 from ._watch import checkpoint_error, refuse_checkpoints, refuse_disorder, watch
 from ._weight_sites import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 
@@ -112,14 +111,17 @@ class Weights(Adapter):
         return {s.key: _nothing_moved(s, queries, device) for s in sites}
 
     def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Taps | None = None) -> Any:
-        model, sites, modules, _ = sited
+        model, sites = sited.model, sited.sites
         if self.how != "rules" or _is_whole(sites):
             changes = {name: as_tensor(entry) for name, entry in state.items()}
             return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=_rows_of(reading, sites[0]))
         _refuse_looking_inside(reading, sites)
-        rows = functools.partial(count_rows, (args, kwargs))
-        with intercepted([StandIn(module, _around(own, state, taps, rows)) for module, own in modules]):
-            return reading(model, lambda module: module(*args, **kwargs))
+        ruled = sited.cast(Ruled, state)
+        ruled.begin(taps, (args, kwargs))
+        with intercepted(ruled.stand_ins):
+            out = reading(model, lambda module: module(*args, **kwargs))
+        sited.dismiss(ruled)
+        return out
 
     def gradient(
         self, evaluate: Evaluate, sites: tuple[Site, ...], state: State, step: tuple[int, int], graph: bool
@@ -187,7 +189,7 @@ def _collect(name: str, heard: Heard, entry: Entry, step: tuple[int, int]) -> En
     rank = step[1] * sum(g.shape[1] for _, g in uses)
     if isinstance(entry, LowRank) and all(_products_pay(tap, rank) for tap, _ in uses):
         lefts, rights = zip(*(tap.factors(g) for tap, g in uses), strict=True)
-        return LowRank(((step[0], torch.cat(lefts, 1), torch.cat(rights, 1)),))
+        return LowRank(((step[0], states.joined(lefts), states.joined(rights)),))
     first, *rest = (tap.matrices(g) for tap, g in uses)
     return sum(rest, first)
 
@@ -198,31 +200,51 @@ def _products_pay(tap: Tap, rank: int) -> bool:
     return tap.groups == 1 and states.products_pay(rank, tap.outputs, tap.inputs)
 
 
-def _around(sites: list[Site], state: State, taps: Taps | None, rows: Callable[[], int]) -> Around:
-    names, queries, here = {s.local: s.key for s in sites}, states.rows_of(state), sites[0]
-    tapped = frozenset(s.key for s in sites if s.how in TAPPED)
-    inside = [False]
+class Ruled(Cast):
+    """Stand-ins that answer by the rules of their layers, or with a copy of the layer's weights for each query."""
 
-    def ruled(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    __slots__ = ("given", "queries", "taps")
+
+    def begin(self, taps: Taps | None, given: Call) -> None:
+        self.taps, self.given, self.queries = taps, given, states.rows_of(self.state)
+
+    def rest(self) -> None:
+        super().rest()
+        self.taps, self.given = None, ((), {})
+
+    def around(self, module: nn.Module, sites: list[Site]) -> Around:
+        return (self._copied if sites[0].copied else self._by_rule)(module, sites)
+
+    def _by_rule(self, module: nn.Module, sites: list[Site]) -> Around:
+        names, rows = {s.local: s.key for s in sites}, sites[0].rows
+        tapped = frozenset(s.key for s in sites if s.how in TAPPED)
         found = rule_for(module)
         assert found is not None
-        if here.rows is None:  # what all queries share (positions) goes through for each of them
-            args, kwargs = map_tensors(lambda t: _for_all(t, rows()), (args, kwargs))
-        return found[1](Use(names, here.rows or 0, queries, state, tapped, taps), forward, module, args, kwargs)
+        _, rule = found
 
-    def copied(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if inside[0]:  # called by functional_call, with a query's own weights
-            return forward(*args, **kwargs)
-        inside[0] = True
-        try:
-            changes = {local: as_tensor(state[key]) for local, key in names.items()}
-            run = Unrolled(module) if isinstance(module, nn.RNNBase) else forward
-            bare = None if torch.compiler.is_compiling() and not isinstance(module, nn.RNNBase) else run
-            return call_with_copies(module, Reading(), changes, args, kwargs, rows=dict(here.all_rows), forward=bare)
-        finally:
-            inside[0] = False
+        def around(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if rows is None:  # what all queries share (positions) goes through for each of them
+                args, kwargs = map_tensors(lambda t: _for_all(t, count_rows(self.given)), (args, kwargs))
+            return rule(Use(names, rows or 0, self.queries, self.state, tapped, self.taps), forward, module, args, kwargs)
 
-    return copied if here.copied else ruled
+        return around
+
+    def _copied(self, _module: nn.Module, sites: list[Site]) -> Around:
+        names, all_rows, inside = {s.local: s.key for s in sites}, dict(sites[0].all_rows), [False]
+
+        def around(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if inside[0]:  # called by functional_call, with a query's own weights
+                return forward(*args, **kwargs)
+            inside[0] = True
+            try:
+                changes = {local: as_tensor(self.state[key]) for local, key in names.items()}
+                run = Unrolled(module) if isinstance(module, nn.RNNBase) else forward
+                bare = None if torch.compiler.is_compiling() and not isinstance(module, nn.RNNBase) else run
+                return call_with_copies(module, Reading(), changes, args, kwargs, rows=all_rows, forward=bare)
+            finally:
+                inside[0] = False
+
+        return around
 
 
 def _for_all(t: Tensor, rows: int) -> Tensor:

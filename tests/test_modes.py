@@ -343,12 +343,12 @@ def test_a_pass_that_fails_leaves_nothing_behind(adapter):
 
 
 @pytest.mark.parametrize("adapter", PER_QUERY)
-def test_a_model_holds_on_to_no_state(adapter):
+def test_a_model_holds_on_to_no_state_and_no_query(adapter):
     model, x = tailored(adapter, backprop="all"), queries()
     held = [weakref.ref(t) for t in tensors(model.tailor(x))]
     model.predict(x, state := model.tailor(x)).sum().backward()
-    held += [weakref.ref(t) for t in tensors(state)]
-    del state
+    held += [weakref.ref(t) for t in (*tensors(state), x)]
+    del state, x
     gc.collect()
     assert not any(ref() is not None for ref in held)
 
