@@ -68,7 +68,7 @@ def descend(
     yield Moment(base, home or base, None, taken, failed, stopped)
     for step in range(steps):
         before, base = base, start()
-        here = reached if base is before and backprop != "last" else states.add(base, moved)
+        here = reached if backprop != "last" and base is before else states.add(base, moved)
         asked = backprop == "all" or (backprop == "last" and (step == steps - 1 or not only_last))
         graph = asked and torch.is_grad_enabled()
         values, grads = gradient(here, None, step, graph)

@@ -249,7 +249,8 @@ class Tailored(Fitting):
                 self.compile_options = None
                 return self.forward(x), True
             except Exception as error:
-                if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # pyright: ignore[reportAttributeAccessIssue]
+                own = torch._dynamo.exc.TorchDynamoException  # pyright: ignore[reportAttributeAccessIssue]
+                if isinstance(error, own | AssertionError):  # some of torch 2.11's own errors are assertions
                     for batch in self._batches(x):
                         self._fitted(batch)  # what eager mode refuses, too, is refused with its own words
                     error.add_note(_NOT_COMPILED)

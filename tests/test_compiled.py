@@ -60,7 +60,7 @@ def test_old_sizes_may_be_compiled_anew_and_other_models_do_not_count(monkeypatc
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
         for n in (1, 2, 4):
             torch.testing.assert_close(model(queries(n)), model.replace(compile=False)(queries(n)))
-        model.net.requires_grad_(False)  # what dynamo has to look at again
+        model.net.train(not model.net.training)  # what dynamo has to look at again
         model(queries(4))
         other, made_for_other = counted(steps=1)
         other(queries(4))

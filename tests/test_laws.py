@@ -293,7 +293,7 @@ def test_an_error_while_compiling_leaves_no_trace():
     torch.compiler.reset()
     model, x = tailored("CN", loss=fails_at_step_two(RuntimeError("inside the loss")), compile={"backend": "aot_eager"}), queries()
     before = fingerprint(model.net)
-    with torch.no_grad(), pytest.raises((RuntimeError, torch._dynamo.exc.TorchDynamoException)):
+    with torch.no_grad(), pytest.raises((RuntimeError, torch._dynamo.exc.TorchDynamoException, AssertionError)):  # the last by torch 2.11
         model(x)
     assert before[1:] == fingerprint(model.net)[1:]
 

@@ -68,7 +68,7 @@ Step = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 
 
 def compiled_step(system: System) -> Step:
-    """`runge_kutta` for all slots in half the time, with the same bits; as it is where nothing can be compiled."""
+    """`runge_kutta` for all slots in half the time, with the same bits (torch 2.11: nearly all); as it is where nothing can be compiled."""
     step = torch.compile(runge_kutta, dynamic=False, options={"cpp.threads": 1})  # its kernels are too short to be shared
     trial = torch.arange(2.0 * BODIES * system.slots, dtype=torch.float64).view(2, BODIES, system.slots)
     try:

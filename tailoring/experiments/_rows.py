@@ -175,9 +175,10 @@ def _different(was: Row, now: Row, how: set[str], prefix: str = "") -> Iterator[
 def environment(device: str) -> Row:
     """Where a result came from."""
     cuda = torch.device(device).type == "cuda"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("torch", "tailoring", "lightning-fabric")}},
+        "versions": versions | {name: _version(name) for name in ("tailoring", "lightning-fabric")},
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
         "command": " ".join(["tailoring", *sys.argv[1:]]),
     }
