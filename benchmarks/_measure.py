@@ -8,17 +8,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import platform
+import re
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from tailoring.experiments._rows import environment
+
+PEERS = ("jax", "higher", "torchopt", "torch_ttt")
 Run = Callable[[], object]
 Cases = Mapping[str, Callable[[], Run]]  # by name: builds what is to be timed
 Options = argparse.Namespace
@@ -195,8 +201,17 @@ def _in_a_process_of_its_own(options: Options, setting: Mapping[str, Any], name:
 
 
 def _machine(options: Options) -> dict[str, Any]:
+    """What it was measured on, and with: to be asked after the measurement, when the libraries are there."""
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    return {"device": device, "threads": options.threads, "matmul": options.matmul, "torch": torch.__version__}
+    peers = {name: version(name.replace("_", "-")) for name in PEERS if name in sys.modules}
+    told = {"device": device, "threads": options.threads, "matmul": options.matmul, "torch": torch.__version__}
+    return told | {"cpu": _cpu(), "commit": environment(options.device)["commit"]} | ({"peers": peers} if peers else {})
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.processor()
 
 
 def _tell(row: Mapping[str, Any], setting: Mapping[str, Any], against: str, reference: float | None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import cmath
 import functools
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -143,9 +145,13 @@ def in_inference_mode() -> bool:
 
 def leaves_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
     """Inference tensors cannot take part in the inner gradients, so leave that mode and clone them."""
+    kinds = [p.kind for p in inspect.signature(method).parameters.values()]
+    most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > most:
+            raise TypeError(f"{method.__name__} takes all inputs of the model as one, Inputs(ids, mask=mask), not one by one")
         if not in_inference_mode():
             return method(self, *args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():

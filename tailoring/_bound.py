@@ -7,15 +7,31 @@ from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 
 from ._sites import WHOLE, Reading
+from ._trees import first_tensor
 from .random import fold, seeds_of
 
 _LISTING = (
     *(nn.Module.children, nn.Module.named_children, nn.Module.modules, nn.Module.named_modules),
     *(nn.ModuleDict.values, nn.ModuleDict.items),
 )
+
+
+def _is_mapped(t: Any) -> bool:
+    """Whether torch.func.vmap has made one of many out of it, be it below derivatives."""
+    while isinstance(t, Tensor) and is_functorch_wrapped_tensor(t):
+        if is_batchedtensor(t):
+            return True
+        t = get_unwrapped(t)
+    return False
+
+
+def _is_one_of(t: Tensor, queries: Tensor) -> bool:
+    return not _is_mapped(queries) and t.shape in (queries.shape[1:], (1, *queries.shape[1:]))
 
 
 class _InTurn(list["Bound"]):
@@ -58,15 +74,23 @@ class Bound:
         return cls(other._module, other._run, other._query, other._seeds, other._step, other._path, other._keep, other._shares)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(Reading(self._path) if self._path else WHOLE, args, kwargs)
+        return self._answer(Reading(self._path) if self._path else WHOLE, args, kwargs)
+
+    def _answer(self, reading: Reading, args: Any, kwargs: Any) -> Any:
+        if args and not torch.compiler.is_compiling() and _is_mapped(args[0]) and _is_one_of(args[0], first_tensor(self._query)):
+            raise ValueError(
+                "the tailoring loss maps the model over single queries by torch.func.vmap, which tells it nothing of whose state is meant: "
+                "call it on the whole batch, and differentiate it so, too: jacrev(lambda z: model(z).sum(0))(x)"
+            )
+        return self._run(reading, args, kwargs)
 
     def output_of(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The (first) tensor that the submodule `name` puts out, at its last call, while the model answers."""
-        return self._run(Reading(self._path, self._known(name), "output"), args, kwargs)
+        return self._answer(Reading(self._path, self._known(name), "output"), args, kwargs)
 
     def input_of(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The (first) tensor that the submodule `name` is given, at its last call, while the model answers."""
-        return self._run(Reading(self._path, self._known(name), "input"), args, kwargs)
+        return self._answer(Reading(self._path, self._known(name), "input"), args, kwargs)
 
     @property
     def seeds(self) -> Tensor:
@@ -108,7 +132,7 @@ class Bound:
         if getattr(value, "__func__", None) in _LISTING:  # bound, too: a module that is found there runs with the state
             return lambda: self._listed(name)
         if inspect.ismethod(value) and value.__self__ is self._module:  # a method of the model runs with the state, too
-            return lambda *args, **kwargs: self._returned(name, self._run(Reading(self._path, method=name), args, kwargs))
+            return lambda *args, **kwargs: self._returned(name, self._answer(Reading(self._path, method=name), args, kwargs))
         return self._inside(value)
 
     def _returned(self, method: str, value: Any) -> Any:

@@ -21,7 +21,7 @@ from ._recompute import recomputed
 from ._reuse import Reuse
 from ._sites import WHOLE, Reading
 from ._states import State, compact, device_of, rows_of, where
-from ._trees import as_call, model_call, take_rows, tensors
+from ._trees import as_call, model_call, take_rows, tensors, told
 from ._validate import check_losses
 
 Loss = Callable[..., Tensor]  # loss(model, x) -> (queries,)
@@ -109,15 +109,28 @@ class Fitting(OwnNames):
         x, seeds, reuse = (batch.x, batch.seeds, batch.reuse) if rows is None else (*take_rows((batch.x, batch.seeds), rows), None)
         keep = reuse is not None and not torch.compiler.is_compiling() if keep is None else keep
         run = functools.partial(self._call, batch, state, reuse, keep, taps)
-        args, kwargs = as_call(x)
         once = None if reuse is None else functools.partial(reuse.once, keep=keep)
         if reuse is not None:
             reuse.begin()
         with batch.kernels or self._plain_kernels():
             bound = Bound(self.net, run, x, seeds, step, keep=once, shares=batch.rescued and rows is None)
-            losses = self.loss(self.adapt.bind(bound), *args, **kwargs)
+            losses = self._ask(self.adapt.bind(bound), x)
         check_losses(losses, batch.queries if rows is None else len(rows))
         return self.adapt.reduce(losses)
+
+    def _ask(self, model: Bound, x: Any) -> Any:
+        args, kwargs = as_call(x)
+        if torch.compiler.is_compiling():
+            return self.loss(model, *args, **kwargs)
+        try:
+            return self.loss(model, *args, **kwargs)
+        except (TypeError, AttributeError) as error:  # how one looks that was written for other arguments
+            name = getattr(self.loss, "__name__", type(self.loss).__name__)
+            error.add_note(
+                f"The tailoring loss {name!r} was called as loss(model, x), with the adapted model and {told(x)}; "
+                "it gets no labels and no prediction, and sets no attribute of the model"
+            )
+            raise
 
     def _call(
         self, batch: Batch, state: State, reuse: Reuse | None, keep: bool, taps: Any, reading: Reading, args: Any, kwargs: Any

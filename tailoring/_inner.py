@@ -200,6 +200,7 @@ def reached(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str,
     if not found:
         raise NoGradientError(
             f"the tailoring loss does not depend on the state{f' {list(leaves)}' if leaves else ''}: call the model that the loss is given "
-            "(not the original one), without detach() or no_grad(), and adapt modules that the loss can see"
+            "(not the original one), without detach() or no_grad(), and adapt modules that the loss can see; an autograd.grad within the "
+            "loss needs create_graph=True"
         )
     return found

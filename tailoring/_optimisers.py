@@ -112,7 +112,10 @@ class Descent:
     def _key(self, name: str, rates: Mapping[str, Any]) -> str:
         found = [key for key in rates if key == name or fnmatchcase(name, key)]
         if not found:
-            raise ValueError(f"lr names no step size for {name!r}; it has: {list(rates)}")
+            pattern = f"*.{name.split('.')[-1]}"
+            raise ValueError(
+                f"lr names no step size for {name!r}; it has: {list(rates)} (these are names, or patterns such as {pattern!r})"
+            )
         return name if name in rates else found[0]
 
     def check_names(self, names: Iterable[str]) -> None:

@@ -20,6 +20,7 @@ def outer_losses(model: Tailored, task_loss: TaskLoss, x: Any, y: Any) -> Iterat
     the optimiser on each as it arrives, which also frees its memory: `for loss in outer_losses(...): loss.backward(); ...`. That is
     refused with `backprop="all"`.
     """
+    _check(model)
     if model.steps == 0:
         yield task_loss(model(x), y)
         return
@@ -34,6 +35,7 @@ def task_losses(model: Tailored, task_loss: TaskLoss, support: Any, query: Any) 
     `support` and `query` are pairs (x, y) of tensors (tasks, k, ...); k may differ between the two. The model's tailoring loss must
     read a `Support`, as `tailoring.losses.Supervised` does.
     """
+    _check(model)
     tasks = [count_rows(part) for part in (*support, *query)]
     if len(set(tasks)) > 1:
         raise ValueError(f"as many tasks are needed in each of support x, y and query x, y, shape (tasks, k, ...), not {tasks}")
@@ -45,6 +47,11 @@ def task_losses(model: Tailored, task_loss: TaskLoss, support: Any, query: Any) 
     for step, state in enumerate(model.states(Support(*support))):
         if step or not model.steps:
             yield task_loss(model.predict(x, state), y)
+
+
+def _check(model: Any) -> None:
+    if not hasattr(model, "states"):
+        raise TypeError(f"outer losses are those of a model that tailors, Tailored(net, loss), not of a plain {type(model).__name__}")
 
 
 class OuterLoss(nn.Module):

@@ -70,6 +70,14 @@ def first_tensor(tree: Any) -> Tensor:
     return found[0]
 
 
+def told(x: Any) -> str:
+    """What an input is, for a message."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)}"
+    kind = type(x).__name__
+    return f"{kind} with tensors of shapes {shapes(x)}" if tensors(x) else kind
+
+
 def shapes(tree: Any) -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in tensors(tree)]
 
@@ -86,7 +94,8 @@ def count_rows(tree: Any) -> int:
         return tree.shape[0]
     rowed = [t for t in tensors(tree) if t.ndim]
     if not rowed:
-        raise ValueError("the input holds no tensor with a row per query; constants belong into the model")
+        hint = "; torch.from_numpy makes one of an array" if type(tree).__module__ == "numpy" else ""
+        raise ValueError(f"the input ({told(tree)}) holds no tensor with a row per query{hint}; constants belong into the model")
     if any(t.shape[0] != rowed[0].shape[0] for t in rowed):
         raise ValueError(
             f"every input tensor needs one row per query, but the shapes are {shapes(tree)}; "

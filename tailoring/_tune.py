@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -62,9 +63,13 @@ def tune(
     mean over its batch, or one value per query; a setting whose loss is not finite anywhere loses. With another optimiser than gradient
     descent only the number of steps is chosen.
     """
+    if isinstance(lrs, Real):
+        raise TypeError(f"lrs are the step sizes to choose from, such as [{lrs}], not a number")
     if steps < 1 or not lrs:
         raise ValueError(f"tune needs at least one step and one step size, not {steps} and {list(lrs)}")
-    batches = [(x, y) for x, y in data]
+    batches: list[tuple[Any, Any]] = list(data)
+    if not all(isinstance(batch, list | tuple) and len(batch) == 2 for batch in batches):
+        raise TypeError("the data of tune are batches (x, y), one after another, as a DataLoader gives them; a single one is [(x, y)]")
     if not batches:
         raise ValueError("tune needs data: no batch was given")
     rates: tuple[float | None, ...] = tuple(lrs) if isinstance(model.rule, Descent) else (None,)

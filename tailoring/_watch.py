@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 
 from ._kernels import plain_kernels
 from ._sites import StandIn, intercepted
-from ._trees import Call, map_tensors, model_call, tensors
+from ._trees import Call, map_tensors, model_call, tensors, told
 from ._untouched import untouched
 
 
@@ -37,6 +37,9 @@ class Seen:
     checkpointed: bool = False  # within `torch.utils.checkpoint`, which runs the module again in the backward pass
 
 
+Log = list[tuple[tuple[str, int, int], Tensor, bool]]  # (module, call, leaf), what went through there, and whether it is the answer
+
+
 def watch(model: nn.Module, x: Any, rerun: set[int] | None = None) -> list[Seen]:
     """Every module's inputs and outputs in the order in which the outputs arrive, from three small trial passes.
 
@@ -45,12 +48,11 @@ def watch(model: nn.Module, x: Any, rerun: set[int] | None = None) -> list[Seen]
     given within `torch.utils.checkpoint`.
     """
     checkpointed: set[str] = set()
-    with torch.no_grad(), untouched(model), plain_kernels(model, graph=False):
-        pair = first_and_another(model, x)
-        turned = map_tensors(lambda t: t.flip(0) if t.ndim else t, pair)
-        with torch.enable_grad(), unseen_by_checkpoints(), nullcontext() if rerun is None else _Noting(rerun):  # else some models make none
-            two = _watch_once(model, model_call(_first(x, 2)), checkpointed)
-        three, other, swapped = (_watch_once(model, model_call(trial)) for trial in (_first(x, 3), pair, turned))
+    try:
+        two, three, other, swapped = _trials(model, x, rerun, checkpointed)
+    except Exception as error:
+        error.add_note(f"This was a first look at the model, with copies of the first query of {told(x)}{_hint(x)}")
+        raise
     if [key for key, *_ in two] != [key for key, *_ in three] or not len(two) == len(other) == len(swapped):
         raise ValueError("the model calls its modules differently for batches of two and of three queries: its queries are not independent")
     seen = []
@@ -59,6 +61,21 @@ def watch(model: nn.Module, x: Any, rerun: set[int] | None = None) -> list[Seen]
         in_order = rows is None or _in_order(a, c, d, rows)
         seen.append(Seen(*key, rows, tuple(a.shape), a.is_floating_point(), a.dtype, is_answer, in_order, key[0] in checkpointed))
     return seen
+
+
+def _trials(model: nn.Module, x: Any, rerun: set[int] | None, checkpointed: set[str]) -> list[Log]:
+    with torch.no_grad(), untouched(model), plain_kernels(model, graph=False):
+        pair = first_and_another(model, x)
+        turned = map_tensors(lambda t: t.flip(0) if t.ndim else t, pair)
+        with torch.enable_grad(), unseen_by_checkpoints(), nullcontext() if rerun is None else _Noting(rerun):  # else some models make none
+            two = _watch_once(model, model_call(_first(x, 2)), checkpointed)
+        return [two, *(_watch_once(model, model_call(trial)) for trial in (_first(x, 3), pair, turned))]
+
+
+def _hint(x: Any) -> str:
+    if isinstance(x, Tensor) and x.ndim == 1:
+        return "; if that is one query, a batch of it is x[None]"
+    return "; several inputs go in one by one, model(*x), or as Inputs(*x) where one is asked for" if type(x) in (tuple, list) else ""
 
 
 def _in_order(same: Tensor, other: Tensor, swapped: Tensor, rows: int) -> bool:
@@ -111,7 +128,7 @@ def _numbers(t: Tensor) -> Tensor:
     return t.nan_to_num(0.0, 0.0, 0.0) if t.is_floating_point() or t.is_complex() else t
 
 
-def _watch_once(model: nn.Module, call: Call, checkpointed: set[str] | None = None) -> list[tuple[tuple[str, int, int], Tensor, bool]]:
+def _watch_once(model: nn.Module, call: Call, checkpointed: set[str] | None = None) -> Log:
     """What went through each module; `checkpointed` takes down the names of those that the model runs within a checkpoint."""
     log: list[tuple[tuple[str, int, int], Tensor]] = []
     calls: dict[str, int] = {}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
-from nets import data, drift, mlp, queries, small, to_one
+from nets import data, drift, energy, mlp, queries, small, to_one
 from torch import nn
+from torch.func import jacrev, jvp, vmap
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tailoring import CN, LBFGS, Descent, Inputs, Shift, Tailored, Weights
+from tailoring import CN, LBFGS, Descent, Inputs, Shift, Tailored, Weights, outer_losses, tune
 from tailoring.baselines import Shared
 
 
@@ -256,8 +258,55 @@ def test_an_error_of_the_models_own_is_not_disguised():
         def forward(self, x):
             raise RuntimeError("my own")
 
-    with pytest.raises(RuntimeError, match=r"^my own$"):
+    with pytest.raises(RuntimeError) as raised:
         tailored(net=Breaks(4, 4), adapt=Weights())(queries())
+    assert str(raised.value) == "my own"
+
+
+def of_a_pair(net, x, dt):
+    return net(x * dt).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind", "words"),
+    [
+        (lambda: tailored()(queries(3, 5)), RuntimeError, r"a first look at the model, .* a tensor of shape \(3, 5\)"),
+        (lambda: tailored()(queries()[0]), RuntimeError, r"shape \(4,\); if that is one query, a batch of it is x\[None\]"),
+        (lambda: tailored()((queries(), queries())), TypeError, r"several inputs go in one by one, model\(\*x\)"),
+        (lambda: tailored().trace(queries(), queries()), TypeError, r"trace takes all inputs of the model as one, Inputs\("),
+        (lambda: tailored()(queries().numpy()), ValueError, r"the input \(ndarray\) holds no tensor .* torch.from_numpy"),
+        (lambda: tailored(nn.functional.mse_loss)(queries()), AttributeError, r"'mse_loss' was called as loss\(model, x\)"),
+        (lambda: tailored(lambda out, x: (out - x).sum(1))(queries()), TypeError, "it gets no labels and no prediction"),
+        (lambda: tailored(of_a_pair)(queries()), TypeError, r"'of_a_pair' was called as loss\(model, x\), .* shape \(5, 4\)"),
+        (lambda: tailored(lambda m, x: setattr(m, "note", 1))(queries()), AttributeError, "sets no attribute of the model"),
+        (lambda: tailored(lr={"gamma": 0.1})(queries()), ValueError, r"patterns such as '\*\.gamma'"),
+        (lambda: next(outer_losses(mlp(), nn.functional.mse_loss, queries(), queries())), TypeError, "a model that tailors"),
+        (lambda: tune(tailored(), (queries(), queries()), nn.functional.mse_loss), TypeError, r"a single one is \[\(x, y\)\]"),
+        (lambda: tune(tailored(), [], nn.functional.mse_loss, lrs=0.1), TypeError, r"such as \[0.1\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_first_mistake_is_told_with_what_was_given(run, kind, words):
+    with pytest.raises(kind) as raised:
+        run()
+    assert re.search(words, "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])]))
+
+
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights(), Shift("1")], ids=repr)
+@pytest.mark.parametrize("one", [lambda m: m, lambda m: lambda z: m(z[None])[0], jacrev], ids=["as it is", "as a batch", "its derivative"])
+def test_a_loss_that_maps_the_model_over_queries_is_refused(adapt, one):
+    """Whose state a row takes would not be known, or taken for that of its channels."""
+    with pytest.raises(ValueError, match="maps the model over single queries"):
+        tailored(lambda model, x: vmap(one(model))(x).flatten(1).square().sum(1), adapt=adapt, steps=1)(queries())
+
+
+def test_a_loss_may_map_the_model_over_something_else():
+    noise, x = queries(3 * 5).view(3, 5, 4), queries()
+    mapped = tailored(lambda model, x: vmap(lambda e: energy(model(x + e)))(noise).sum(0), steps=2, lr=1e-2)
+    in_turn = tailored(lambda model, x: sum(energy(model(x + e)) for e in noise), steps=2, lr=1e-2)
+    torch.testing.assert_close(mapped(x), in_turn(x))
+    pushed = tailored(lambda model, x: vmap(lambda v: energy(jvp(model, (x,), (v,))[1]))(noise).sum(0), steps=2, lr=1e-2)
+    in_turn = tailored(lambda model, x: sum(energy(jvp(model, (x,), (v,))[1]) for v in noise), steps=2, lr=1e-2)
+    torch.testing.assert_close(pushed(x), in_turn(x))
 
 
 def test_recurrent_weights_want_padded_batches():

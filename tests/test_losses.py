@@ -302,6 +302,13 @@ WRONG = {
         r"observed has shape \(4, 2\), but what was measured has shape \(4, 1\)",
     ),
     "another output": (lambda: value(L.Equivariant([(torch.neg, energy)]), mlp(), PLACES), ValueError, "image under the action"),
+    "no function": (lambda: L.Conserve([energy]), TypeError, "quantity must be a function, not list"),  # type: ignore[arg-type]
+    "measured numbers": (lambda: L.Misfit(energy, PLACES), TypeError, "measured must be a function, not Tensor"),  # type: ignore[arg-type]
+    "two quantities": (
+        lambda: value(L.Conserve(lambda x: (energy(x), energy(x))), mlp(), PLACES),
+        TypeError,
+        "must be a tensor, not tuple",
+    ),
     "no support": (lambda: value(L.Supervised(F.mse_loss), mlp(), PLACES), TypeError, r"Support\(x, y\)"),
     "views": (lambda: value(L.Agree(lambda rows, _: rows[:4]), mlp(), PLACES), ValueError, "each of its 8 rows, not 4"),
     "oblong images": (lambda: value(L.Rotation(), nn.Tanh(), drawn(2, 1, 3, 4)), ValueError, r"square images.* not \(2, 1, 3, 4\)"),

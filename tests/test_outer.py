@@ -253,8 +253,12 @@ def test_a_model_with_the_queries_in_the_second_dimension_mixes_nothing():
         ({"loss": lambda model, x: drift(model, x + torch.randn_like(x))}, "another value each time"),
         ({"adapt": Shared(CN(nn.Tanh))}, r"adaptation with Shared\(CN\(Tanh\)\)"),
         ({"optimizer": "global"}, "adaptation with CN.*Functional"),
+        (
+            {"loss": lambda model, x: energy(model(torch.cat([x, -x]))).view(2, -1).sum(0)},
+            r"mixes.*x.repeat_interleave\(k, 0\)",
+        ),
     ],
-    ids=["loss", "noise", "shared", "optimizer"],
+    ids=["loss", "noise", "shared", "optimizer", "views"],
 )
 def test_check_finds_leaks_in_the_tailoring(options, what):
     import re

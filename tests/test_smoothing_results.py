@@ -463,6 +463,8 @@ def test_it_runs_where_the_commands_packages_are_not():
         (["--validation-n", "0"], "--validation-n must be at least 1"),
         (["--autotune"], "give --compile, too"),
         (["--inner.features", "middle", "--inner.where", "upper"], "choose --where lower or all"),
+        (["--inner.lr", "-1"], "--lr must be above 0, not -1"),
+        (["--inner.views", "0"], "--views must be at least 1, not 0"),
         (["--inner.clip", "0"], "--clip must be above 0, not 0"),
         (["--inner.clip", "1", "--inner.normalised"], "choose one of the two"),
         (["--alpha", "1.5"], "between 0 and 1"),

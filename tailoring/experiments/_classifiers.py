@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,6 +61,10 @@ class Inner(Tailoring):
 
 def check_tailoring(inner: Tailoring) -> None:
     """Raise if settings contradict each other, or the loss cannot see what would be tailored."""
+    if not 0 < inner.lr < math.inf:
+        raise ValueError(f"--lr must be above 0, not {inner.lr}")
+    if inner.views < 1:
+        raise ValueError(f"--views must be at least 1, not {inner.views}")
     if inner.clip is not None and not inner.clip > 0:
         raise ValueError(f"--clip must be above 0, not {inner.clip}")
     if inner.clip is not None and inner.normalised:

@@ -106,8 +106,18 @@ def grouped(t: Tensor, rows: Tensor, copies: int) -> Tensor:
     return t.reshape(t.shape[0] // copies, copies, -1)
 
 
-def same_shape(what: str, first: Tensor, other: str, second: Tensor) -> None:
+def check_functions(**given: Any) -> None:
+    """Each must be a function, or None where it may be left out."""
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function, not {type(function).__name__}")
+
+
+def same_shape(what: str, first: Any, other: str, second: Any) -> None:
     """Refuse shapes that differ, where broadcasting would mix queries without a word."""
+    for name, value in ((what, first), (other, second)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     if first.shape != second.shape:
         raise ValueError(f"{what} has shape {tuple(first.shape)}, but {other} has shape {tuple(second.shape)}")
 

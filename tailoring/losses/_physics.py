@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._trees import Support, as_call, count_rows, first_tensor, flat_rows
-from ._base import Loss, per_query, same_shape
+from ._base import Loss, check_functions, per_query, same_shape
 
 
 class Conserve(Loss):
@@ -32,6 +32,7 @@ class Conserve(Loss):
         super().__init__()
         if norm not in ("l1", "l2"):
             raise ValueError(f"norm must be 'l1' or 'l2', not {norm!r}")
+        check_functions(quantity=quantity, before=before)
         self.quantity, self.before, self.norm = quantity, before, norm
         self.weights = None if weights is None else [float(w) for w in weights]
 
@@ -106,6 +107,7 @@ class Misfit(Loss):
         super().__init__()
         if not sigma > 0:
             raise ValueError(f"sigma must be positive, not {sigma}")
+        check_functions(observe=observe, measured=measured)
         self.observe, self.measured, self.sigma = observe, measured, sigma
 
     def forward(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
