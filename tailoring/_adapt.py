@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,55 +43,31 @@ class Site:
 Modules = list[tuple[nn.Module, list[Site]]]  # the adapted ones, each with its own sites
 
 
-class Cast:
-    """Stand-ins for a model's adapted modules, made once; they work for one pass at a time, by its state."""
+class Pass:
+    """What the stand-ins of a pass go by. They know this, and not each other: nothing of a pass, or of a model, is in a cycle."""
 
-    __slots__ = ("stand_ins", "state")
+    __slots__ = ("given", "queries", "ran", "state", "taps")
 
-    def __init__(self, modules: Modules):
-        self.state: State = {}
-        self.stand_ins = [StandIn(module, self.around(module, own)) for module, own in modules]
-
-    def around(self, module: nn.Module, sites: list[Site]) -> Around:
-        raise NotImplementedError
+    def __init__(self) -> None:
+        self.rest()
 
     def rest(self) -> None:
-        """Hold on to nothing of the pass."""
-        self.state = {}
+        """Hold on to nothing."""
+        self.state: State = {}
+        self.ran: dict[str, int] = {}  # how often each module did
+        self.given: Any = None  # the model's input
+        self.queries: int = 0
+        self.taps: Any = None
 
 
-class Editors(Cast):
-    """Those that edit the outputs: of the n-th call of a module by its n-th sites."""
+class Cast(NamedTuple):
+    """Stand-ins for a model's adapted modules, made once; they work for one pass at a time."""
 
-    __slots__ = ("edit", "ran")
+    now: Pass
+    stand_ins: list[StandIn]
 
-    def __init__(self, modules: Modules, edit: Callable[[Tensor, Site, State], Tensor]):
-        self.edit = edit
-        self.ran: dict[str, int] = {}  # how often each module did in this pass
-        super().__init__(modules)
 
-    def around(self, module: nn.Module, sites: list[Site]) -> Around:
-        name, calls = sites[0].module, sites[0].calls
-
-        def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
-            out = forward(*args, **kwargs)
-            ran = self.ran.get(name, 0)
-            self.ran[name] = ran + 1
-            if ran == calls:
-                raise RuntimeError(
-                    f"module {name!r} ran more often than in the first forward pass ({calls} times); adapt a module that runs "
-                    "a fixed number of times, or give each use a module of its own"
-                )
-            here = sites if calls == 1 else [site for site in sites if site.call == ran]
-            if isinstance(out, Tensor):
-                return self.edit(out, here[0], self.state) if here else out
-            leaves, spec = pytree.tree_flatten(out)
-            at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            for site in here:
-                leaves[at[site.leaf]] = self.edit(leaves[at[site.leaf]], site, self.state)
-            return pytree.tree_unflatten(leaves, spec)
-
-        return around
+StandInFor = Callable[[nn.Module, list[Site], Pass], Around]
 
 
 class Spare(list[Cast]):
@@ -99,9 +75,6 @@ class Spare(list[Cast]):
 
     def __reduce__(self) -> Any:
         return Spare, ()
-
-
-C = TypeVar("C", bound=Cast)
 
 
 class Sited(NamedTuple):
@@ -112,19 +85,22 @@ class Sited(NamedTuple):
     modules: Modules
     spare: Spare | None  # casts that wait for another pass; dynamo makes a new one for each
 
-    def cast(self, make: Callable[[Modules], C], state: State) -> C:
+    def cast(self, stand_in_for: StandInFor, state: State) -> Cast:
         """A cast at work by this state, to be given to `dismiss` after the pass."""
         try:
-            cast: Any = self.spare.pop() if self.spare else make(self.modules)
+            cast = self.spare.pop() if self.spare else None
         except IndexError:  # another thread was faster
-            cast = make(self.modules)
-        cast.state = state
+            cast = None
+        if cast is None:
+            now = Pass()
+            cast = Cast(now, [StandIn(module, stand_in_for(module, own, now)) for module, own in self.modules])
+        cast.now.state = state
         return cast
 
     def dismiss(self, cast: Cast) -> None:
         """Not after a pass that failed: what it has left there goes with it."""
         if self.spare is not None:
-            cast.rest()
+            cast.now.rest()
             self.spare.append(cast)
 
 
@@ -181,18 +157,38 @@ class Adapter:
 
     def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None) -> Any:
         """By default, edit the outputs of the modules at the sites."""
-        editors = sited.cast(self._editors, state)
-        editors.ran = {}
+        now, stand_ins = cast = sited.cast(self._editor, state)
         whole = reading is WHOLE
-        with intercepted(editors.stand_ins):
+        with intercepted(stand_ins):
             out = sited.model(*args, **kwargs) if whole else reading(sited.model, lambda module: module(*args, **kwargs))
         if not whole and reading.is_part:
-            _refuse_half(editors.ran, sited.sites)
-        sited.dismiss(editors)
+            _refuse_half(now.ran, sited.sites)
+        sited.dismiss(cast)
         return out
 
-    def _editors(self, modules: Modules) -> Editors:
-        return Editors(modules, self.edit)
+    def _editor(self, module: nn.Module, sites: list[Site], now: Pass) -> Around:
+        """Edits the module's outputs: of its n-th call by its n-th sites."""
+        name, calls, edit = sites[0].module, sites[0].calls, self.edit
+
+        def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
+            out = forward(*args, **kwargs)
+            ran = now.ran.get(name, 0)
+            now.ran[name] = ran + 1
+            if ran == calls:
+                raise RuntimeError(
+                    f"module {name!r} ran more often than in the first forward pass ({calls} times); adapt a module that runs "
+                    "a fixed number of times, or give each use a module of its own"
+                )
+            here = sites if calls == 1 else [site for site in sites if site.call == ran]
+            if isinstance(out, Tensor):
+                return edit(out, here[0], now.state) if here else out
+            leaves, spec = pytree.tree_flatten(out)
+            at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            for site in here:
+                leaves[at[site.leaf]] = edit(leaves[at[site.leaf]], site, now.state)
+            return pytree.tree_unflatten(leaves, spec)
+
+        return around
 
     def gradient(
         self, evaluate: Evaluate, sites: tuple[Site, ...], state: State, step: tuple[int, int], graph: bool
@@ -269,6 +265,8 @@ class CN(Adapter):
                 return gamma * out + beta
             return torch.addcmul(beta, gamma, out)  # one operation, but a derivative of more; and compiled passes must be alike to merge
         assert site.rows is not None
+        if out.shape[site.channels] != gamma.shape[1]:
+            raise ValueError(_changed(site, f"has {out.shape[site.channels]} channels", f"had {gamma.shape[1]}"))
         rows = out.shape[site.rows]
         copies = copies_per_query(rows, gamma.shape[0], f"output of {site.module!r}")
         shape = [1] * out.ndim
@@ -310,7 +308,14 @@ class Shift(Adapter):
         assert site.rows is not None
         shift = as_tensor(state[f"{site.key}.shift"])
         copies = copies_per_query(out.shape[site.rows], shift.shape[0], f"output of {site.module!r}")
+        here = out.shape[: site.rows] + out.shape[site.rows + 1 :]
+        if here != shift.shape[1:]:
+            raise ValueError(_changed(site, f"is {tuple(here)} for a row", f"was {tuple(shift.shape[1:])}"))
         return (out + repeat_rows(shift, copies).movedim(0, site.rows)).to(out.dtype)
+
+
+def _changed(site: Site, now: str, before: str) -> str:
+    return f"the output of {site.module!r} {now}, and {before} when the model was first seen: make a new Tailored of what has changed"
 
 
 def _refuse_half(ran: dict[str, int], sites: tuple[Site, ...]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
+from operator import mul
 from types import MappingProxyType
 from typing import Any
 
@@ -69,11 +71,20 @@ def call_with_copies(
     with alone():  # functional_call swaps the module's weights while it runs
         shared = dict(model.named_parameters())
         slots = _slots(model, reading.path, changes)
-        own = {name: shared[name] + change for name, change in changes.items()}
+        own = {name: _in_order(shared[name] + change) for name, change in changes.items()}
         results = _in_turn(one, own, *grouped) if loop else _at_once(model, one, own, *grouped)
     flat, out_spec = found[-1]
     outputs = iter(_back(t, rows.get(leaf, 0) or 0) for leaf, t in enumerate(results))
     return pytree.tree_unflatten([next(outputs) if isinstance(t, Tensor) else t for t in flat], out_spec)
+
+
+def _in_order(t: Tensor) -> Tensor:
+    """The same numbers in the order of the dimensions, which `contiguous` takes kernels of one pixel to be in in any case.
+
+    With the channels last PyTorch 2.13 makes wrong gradients of kernels on a CPU, under vmap and of single rows.
+    """
+    strides = tuple(accumulate(reversed(t.shape[1:]), mul, initial=1))[::-1]
+    return t if t.stride() == strides else t.clone(memory_format=torch.contiguous_format)
 
 
 class _Bare(nn.Module):

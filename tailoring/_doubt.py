@@ -75,6 +75,8 @@ def tried(model: nn.Module, rules: Way, copies: Way, x: Any, share: float) -> st
         return "a layer does not compute what its type says"
     sizes = {name: float(g.abs().max()) for name, g in gradient.items() if g.numel()}
     least = 1e-4 * max(sizes.values(), default=0.0)  # what is smaller may be rounding
+    if other := [name for name in sizes if ours[name].shape != gradient[name].shape]:
+        return f"the gradient of {other[0]!r} has another shape by its rule"
     wrong = [name for name, size in sizes.items() if float((ours[name] - gradient[name]).abs().max()) > 2 * share * max(size, least)]
     return f"{wrong[0]!r} is used elsewhere than in the call of its module" if wrong else None
 

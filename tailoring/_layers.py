@@ -137,7 +137,7 @@ def _laid_out_as(out: Tensor, new: Tensor) -> Tensor:
 
 def _patches(module: Any, x: Tensor) -> Tensor:
     """(rows, ..., in * kernel), a patch for each position"""
-    if any(padding := module._reversed_padding_repeated_twice):
+    if any(padding := _padding(module)):
         x = F.pad(x, padding, "constant" if module.padding_mode == "zeros" else module.padding_mode)
     sizes = [module.kernel_size, module.dilation, module.stride]
     if x.ndim == 3:  # a sequence is an image of height one
@@ -146,6 +146,15 @@ def _patches(module: Any, x: Tensor) -> Tensor:
     if x.is_cuda and set(dilation) == {1} and not torch.compiler.is_compiling():
         return _windows(x, kernel, stride)
     return F.unfold(x, kernel, dilation=dilation, stride=stride).mT
+
+
+def _padding(module: Any) -> list[int]:
+    """As `F.pad` takes it, and as the module does: that with zeros may have been set since it was made."""
+    padding = module.padding
+    if module.padding_mode != "zeros" or isinstance(padding, str):
+        return module._reversed_padding_repeated_twice
+    each = padding if isinstance(padding, tuple | list) else [padding] * len(module.kernel_size)
+    return [p for p in reversed(each) for _ in range(2)]
 
 
 def _windows(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tensor:

@@ -54,6 +54,8 @@ class Descent:
     differentiable = True
 
     def __init__(self, lr: Rates, *, momentum: float = 0.0, clip: float | None = None, proximal: float = 0.0):
+        if isinstance(lr, Real) and not isinstance(lr, int):
+            lr = float(lr)  # a Fraction, a number of numpy's
         self.lr, self.momentum, self.clip, self.proximal = lr, momentum, clip, proximal
         self._keys: dict[str, str] = {}  # of a dict of step sizes, which of them a name has
         for rate in lr.values() if isinstance(lr, Mapping) else [lr]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ._recurrent import restore_forward
 from ._trees import first_tensor
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
@@ -36,23 +37,34 @@ def alone() -> Iterator[None]:
 class StandIn:
     """Answers in a module's place by `around`, which may ask the module; to be put up by `intercepted`, as often as one likes.
 
-    It answers so to the thread that has put it up only: in any other the module is as it was.
+    It answers so to the thread that has put it up only: in any other the module is as it was. It is in no cycle, and when taken down holds
+    on to nothing but the module: what `around` leads to may be as large as a batch's activations.
     """
 
-    __slots__ = ("before", "forward", "module", "owner", "shadow")
+    __slots__ = ("_before", "_now", "module", "shadow")
 
     def __init__(self, module: nn.Module, around: Around):
         self.module = module
-        self.owner: int | None = None  # a thread; None of dynamo, which traces in one
-        self.forward: Callable[..., Any] = module.forward  # the module's, as it is when this is put up
-        self.before: Any = None  # the same, if the instance has one of its own
+        self._before: Any = None  # the instance's own forward, if it has one
+        now: list[Any] = [None, None]  # while it is up: what the module runs otherwise, and whose it is: a thread, or (dynamo's) None
 
         def shadow(*args: Any, **kwargs: Any) -> Any:
-            if self.owner is None or get_ident() == self.owner:
-                return around(self.forward, module, args, kwargs)
-            return self.forward(*args, **kwargs)
+            forward, owner = now
+            if forward is None:  # another thread has asked before, and finds it taken down
+                return module.forward(*args, **kwargs)
+            return around(forward, module, args, kwargs) if owner is None or get_ident() == owner else forward(*args, **kwargs)
 
-        self.shadow = shadow  # a function: an object that can be called takes longer
+        self._now, self.shadow = now, shadow  # a function: an object that can be called takes longer
+
+    def put_up(self, owner: int | None) -> None:
+        own = self.module.__dict__
+        self._before = own.get("forward")
+        self._now[:] = self.module.forward, owner
+        own["forward"] = self.shadow
+
+    def take_down(self) -> None:
+        restore_forward(self.module, self._before)
+        self._before, self._now[:] = None, (None, None)
 
 
 class intercepted:  # noqa: N801 - reads as the function it is; a generator would take twice the time
@@ -73,21 +85,15 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
             self.owner = get_ident()
         try:
             for stand_in in self.stand_ins:
-                own = stand_in.module.__dict__
-                stand_in.owner, stand_in.forward, stand_in.before = self.owner, stand_in.module.forward, own.get("forward")
+                stand_in.put_up(self.owner)
                 self.up.append(stand_in)
-                own["forward"] = stand_in.shadow
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: Any) -> None:
         while self.up:
-            stand_in = self.up.pop()
-            if stand_in.before is None:  # as `restore_forward`, which would be a function call for each
-                stand_in.module.__dict__.pop("forward", None)
-            else:
-                stand_in.module.__dict__["forward"] = stand_in.before
+            self.up.pop().take_down()
         if self.owner is not None:
             ADAPTING.release()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,8 @@ class LowRank:
         """The matrices themselves, (rows, out, in); of a table, which has `table` rows, (rows, in, out) as the table is."""
         left, right = self.factors()
         if right.is_floating_point():
-            return torch.bmm(left.mT, right)  # `@` expands both first, in four operations more
+            with without_autocast(left):  # what is summed over steps must not be rounded at each
+                return torch.bmm(left.mT, right.to(left.dtype))  # `@` expands both first, in four operations more
         return torch.nn.functional.one_hot(right, table).to(left.dtype).mT @ left
 
     def __repr__(self) -> str:
@@ -82,6 +84,11 @@ def _unflatten(parts: list, keys: tuple[Key, ...]) -> LowRank:
 torch.serialization.add_safe_globals([LowRank])  # a saved state loads without pickle
 Entry = Tensor | LowRank
 State = dict[str, Entry]
+
+
+def without_autocast(t: Tensor) -> AbstractContextManager[Any]:
+    device = t.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def joined(factors: Sequence[Tensor]) -> Tensor:

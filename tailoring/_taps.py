@@ -12,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[r
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from ._states import LowRank
+from ._states import LowRank, without_autocast
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class Tap:
     def matrices(self, g: Tensor) -> Tensor:
         """The same as it is, (queries, out, in)."""
         if self.groups > 1:
-            g, given = (t.unflatten(-1, (self.groups, -1)) for t in (g, self.given))
-            return torch.einsum("qpgo,qpgi->qgoi", g, given).flatten(1, 2)
+            g, given = (t.unflatten(-1, (self.groups, -1)) for t in (g, self.given.to(g.dtype)))
+            with without_autocast(g):
+                return torch.einsum("qpgo,qpgi->qgoi", g, given).flatten(1, 2)
         return LowRank(((0, *self.factors(g)),)).dense()
 
     def offsets(self, g: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _states as states
-from ._adapt import Adapter, Cast, Evaluate, Site, Sited
+from ._adapt import Adapter, Evaluate, Pass, Site, Sited
 from ._bound import Bound
 from ._copies import call_with_copies
 from ._doubt import doubt
@@ -23,7 +23,7 @@ from ._recurrent import Unrolled, is_patched
 from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps, transformed
-from ._trees import Call, count_rows, map_tensors, tensors
+from ._trees import count_rows, map_tensors, tensors
 from ._watch import checkpoint_error, refuse_checkpoints, refuse_disorder, watch
 from ._weight_sites import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 
@@ -53,11 +53,13 @@ class Weights(Adapter):
         self.at, self.how = check_at(at), how
 
     def depends_on(self, model: nn.Module) -> Any:
-        """Which weights are the same, and which layers run something of their own."""
+        """Which weights are the same, under which names, and by which rules the layers run, or by something of their own."""
         modules = all_modules(model)
         with alone():  # else a layer that another thread adapts just now would look like one that was patched
             patched = [id(module.__dict__["forward"]) for module in modules if is_patched(module)]
-        return *(id(p) for module in modules for p in module._parameters.values()), *patched
+        weights = [(name, id(p)) for module in modules for name, p in module._parameters.items()]
+        rules = [(type(module), rule_for(module)) for module in modules] if self.how == "rules" else []
+        return *weights, *rules, *patched
 
     def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
         named = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
@@ -116,11 +118,11 @@ class Weights(Adapter):
             changes = {name: as_tensor(entry) for name, entry in state.items()}
             return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=_rows_of(reading, sites[0]))
         _refuse_looking_inside(reading, sites)
-        ruled = sited.cast(Ruled, state)
-        ruled.begin(taps, (args, kwargs))
-        with intercepted(ruled.stand_ins):
+        now, stand_ins = cast = sited.cast(_stand_in, state)
+        now.queries, now.taps, now.given = states.rows_of(state), taps, (args, kwargs)
+        with intercepted(stand_ins):
             out = reading(model, lambda module: module(*args, **kwargs))
-        sited.dismiss(ruled)
+        sited.dismiss(cast)
         return out
 
     def gradient(
@@ -181,7 +183,9 @@ def _listen_compiled(evaluate: Evaluate, state: State, free: dict[str, Tensor], 
 
 
 def _collect(name: str, heard: Heard, entry: Entry, step: tuple[int, int]) -> Entry:
-    """The gradient of one parameter, from all the places where it was used."""
+    """The gradient of one parameter, from all the places where it was used, in the numbers that the state is kept in."""
+    own = entry.blocks[0][1].dtype if isinstance(entry, LowRank) else entry.dtype
+    heard = [(tap, g.to(own)) for tap, g in heard if name in (tap.weight, tap.bias)]  # under autocast g has fewer digits
     offsets = [tap.offsets(g) for tap, g in heard if tap.bias == name]
     uses = [(tap, g) for tap, g in heard if tap.weight == name]
     if not uses:
@@ -200,51 +204,43 @@ def _products_pay(tap: Tap, rank: int) -> bool:
     return tap.groups == 1 and states.products_pay(rank, tap.outputs, tap.inputs)
 
 
-class Ruled(Cast):
-    """Stand-ins that answer by the rules of their layers, or with a copy of the layer's weights for each query."""
+def _stand_in(module: nn.Module, sites: list[Site], now: Pass) -> Around:
+    return _copied(sites, now) if sites[0].copied else _ruled(module, sites, now)
 
-    __slots__ = ("given", "queries", "taps")
 
-    def begin(self, taps: Taps | None, given: Call) -> None:
-        self.taps, self.given, self.queries = taps, given, states.rows_of(self.state)
+def _ruled(module: nn.Module, sites: list[Site], now: Pass) -> Around:
+    """Answers by the rule of the layer."""
+    names, rows = {s.local: s.key for s in sites}, sites[0].rows
+    tapped = frozenset(s.key for s in sites if s.how in TAPPED)
+    found = rule_for(module)
+    assert found is not None
+    _, rule = found
 
-    def rest(self) -> None:
-        super().rest()
-        self.taps, self.given = None, ((), {})
+    def around(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if rows is None:  # what all queries share (positions) goes through for each of them
+            args, kwargs = map_tensors(lambda t: _for_all(t, count_rows(now.given)), (args, kwargs))
+        return rule(Use(names, rows or 0, now.queries, now.state, tapped, now.taps), forward, module, args, kwargs)
 
-    def around(self, module: nn.Module, sites: list[Site]) -> Around:
-        return (self._copied if sites[0].copied else self._by_rule)(module, sites)
+    return around
 
-    def _by_rule(self, module: nn.Module, sites: list[Site]) -> Around:
-        names, rows = {s.local: s.key for s in sites}, sites[0].rows
-        tapped = frozenset(s.key for s in sites if s.how in TAPPED)
-        found = rule_for(module)
-        assert found is not None
-        _, rule = found
 
-        def around(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if rows is None:  # what all queries share (positions) goes through for each of them
-                args, kwargs = map_tensors(lambda t: _for_all(t, count_rows(self.given)), (args, kwargs))
-            return rule(Use(names, rows or 0, self.queries, self.state, tapped, self.taps), forward, module, args, kwargs)
+def _copied(sites: list[Site], now: Pass) -> Around:
+    """Runs the layer with a copy of its weights for each query."""
+    names, all_rows, inside = {s.local: s.key for s in sites}, dict(sites[0].all_rows), [False]
 
-        return around
+    def around(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if inside[0]:  # called by functional_call, with a query's own weights
+            return forward(*args, **kwargs)
+        inside[0] = True
+        try:
+            changes = {local: as_tensor(now.state[key]) for local, key in names.items()}
+            run = Unrolled(module) if isinstance(module, nn.RNNBase) else forward
+            bare = None if torch.compiler.is_compiling() and not isinstance(module, nn.RNNBase) else run
+            return call_with_copies(module, Reading(), changes, args, kwargs, rows=all_rows, forward=bare)
+        finally:
+            inside[0] = False
 
-    def _copied(self, _module: nn.Module, sites: list[Site]) -> Around:
-        names, all_rows, inside = {s.local: s.key for s in sites}, dict(sites[0].all_rows), [False]
-
-        def around(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if inside[0]:  # called by functional_call, with a query's own weights
-                return forward(*args, **kwargs)
-            inside[0] = True
-            try:
-                changes = {local: as_tensor(self.state[key]) for local, key in names.items()}
-                run = Unrolled(module) if isinstance(module, nn.RNNBase) else forward
-                bare = None if torch.compiler.is_compiling() and not isinstance(module, nn.RNNBase) else run
-                return call_with_copies(module, Reading(), changes, args, kwargs, rows=all_rows, forward=bare)
-            finally:
-                inside[0] = False
-
-        return around
+    return around
 
 
 def _for_all(t: Tensor, rows: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -70,6 +71,32 @@ def test_answers_are_those_of_full_passes(monkeypatch, adapt, activation, loss):
         answer = model(X)
     assert torch.allclose(answer, without_reuse(monkeypatch, model, X), atol=1e-6)
     assert not torch.allclose(answer, model.net(X), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapt", [CN(LAST), Weights(f"{H - 1}.*"), Shift("2")], ids=repr)
+@pytest.mark.parametrize(
+    "loss", [drift, lambda model, x: model.output_of("1", x).square().sum(1) + drift(model, x)], ids=["answer", "inside"]
+)
+@pytest.mark.parametrize("no_gradients", [True, False])
+def test_nothing_of_a_batch_outlives_its_answer(adapt, loss, no_gradients):
+    """Not for the garbage collector either, which the memory that tensors take does not call."""
+    model = Tailored(mlp(layer=nn.Linear).requires_grad_(False), loss, adapt=adapt, steps=2)
+    model(X)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.set_grad_enabled(not no_gradients):
+            before = _live_tensors()
+            x = X.clone()
+            model(x)
+            del x
+            assert _live_tensors() == before
+    finally:
+        gc.enable()
+
+
+def _live_tensors() -> int:
+    return sum(isinstance(found, Tensor) for found in gc.get_objects())
 
 
 def test_a_small_prefix_is_left_alone_until_the_batch_is_large(monkeypatch):

@@ -7,8 +7,10 @@ import torch
 from nets import one_by_one, size, to_one
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
-from tailoring import Inputs, Tailored, Weights, baselines, outer_losses
+from tailoring import CN, Inputs, Shift, Tailored, Weights, baselines, outer_losses
+from tailoring import _states as states
 
 # Tables and ties
 
@@ -311,3 +313,88 @@ def test_a_roll_out_with_a_broken_query_keeps_its_ranks(chunk):
         assert well["0.weight"].rank == ill["0.weight"].rank == 4 * calls
     torch.testing.assert_close(model.predict(x, ill)[:5], model.predict(x, well)[:5])
     assert model.trace(broken, start=ill).failed.tolist() == [False] * 5 + [True]
+
+
+# Layers that change, layouts, digits
+
+
+def spread(model, x):
+    return (model(x).flatten(1) - 0.3).square().mean(1)
+
+
+def pruned(net):
+    for name in ("weight", "bias"):
+        prune.l1_unstructured(net[1], name, 0.5)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def of_another_class(net):
+    net[1].__class__ = Doubled
+
+
+def renormed(net):
+    net[0].max_norm = 0.5
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:Weights runs all of this model")
+@pytest.mark.parametrize("change", [pruned, of_another_class, renormed])
+def test_a_layer_that_changes_after_its_first_call_is_looked_at_again(change):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    settings = {"steps": 3, "lr": 0.3}
+    model = Tailored(net, spread, adapt=Weights(), **settings)
+    model(INDICES)
+    change(net)
+    torch.testing.assert_close(model(INDICES), Tailored(net, spread, adapt=Weights(how="loop"), **settings)(INDICES))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("how", ["rules", "vmap", "loop"])
+def test_how_numbers_lie_in_memory_changes_no_answer(how, groups, dtype):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=groups), nn.Tanh(), nn.Conv2d(4, 2, 1)).to(dtype)
+    x = torch.randn(3, 4, 7, 7, dtype=dtype)
+    model = Tailored(net, spread, adapt=Weights(how=how), steps=3, lr=0.3)
+    expected = model(x)
+    net.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(model(x.contiguous(memory_format=torch.channels_last)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_padding_that_was_set_later_is_that_of_the_layer():
+    net = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(6, 3)).double()
+    x = torch.randn(4, 2, 6).double()
+    for padding in ((0,), 2, (1,)):
+        net[0].padding = padding
+        ours, expected = (Tailored(net, size, adapt=Weights(how=how), steps=2, lr=0.1)(x) for how in ("rules", "loop"))
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Conv1d(6, 6, 1, groups=2), nn.Flatten())])
+def test_many_small_steps_add_up_under_autocast(layer):
+    """Their sum has more digits than each of them, which is rounded to bfloat16."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 4)), torch.randn(3, 6)
+    model = Tailored(net, lambda m, x: (m(x) - 1).square().mean(1), adapt=Weights(), steps=300, lr=1e-3)
+    expected = model.tailor(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = model.tailor(x)
+    for name, entry in state.items():
+        shape = tuple(net.get_parameter(name).shape)
+        found, right = (states.dense(e, shape) for e in (entry, expected[name]))
+        assert found.dtype == torch.float32
+        assert (found - right).norm() < 0.03 * right.norm()
+
+
+@pytest.mark.parametrize("adapt", [CN("1"), Shift("1")], ids=repr)
+def test_a_layer_that_has_grown_is_not_taken_for_what_it_was(adapt):
+    net = nn.Sequential(nn.Linear(3, 1), nn.Tanh())
+    model = Tailored(net, size, adapt=adapt)
+    model(torch.randn(5, 3))
+    net[0].weight, net[0].bias = nn.Parameter(torch.randn(9, 3)), nn.Parameter(torch.randn(9))
+    with pytest.raises(ValueError, match=r"the output of '1' .* when the model was first seen"):
+        model(torch.randn(5, 3))
