@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ._recurrent import restore_forward
 from ._trees import first_tensor
 
 At = str | type[nn.Module]  # a module by name, by fnmatch pattern, or by type
@@ -41,11 +40,11 @@ class StandIn:
     on to nothing but the module: what `around` leads to may be as large as a batch's activations.
     """
 
-    __slots__ = ("_before", "_now", "module", "shadow")
+    __slots__ = ("before", "module", "now", "shadow")
 
     def __init__(self, module: nn.Module, around: Around):
         self.module = module
-        self._before: Any = None  # the instance's own forward, if it has one
+        self.before: Any = None  # the instance's own forward, if it has one
         now: list[Any] = [None, None]  # while it is up: what the module runs otherwise, and whose it is: a thread, or (dynamo's) None
 
         def shadow(*args: Any, **kwargs: Any) -> Any:
@@ -54,17 +53,7 @@ class StandIn:
                 return module.forward(*args, **kwargs)
             return around(forward, module, args, kwargs) if owner is None or get_ident() == owner else forward(*args, **kwargs)
 
-        self._now, self.shadow = now, shadow  # a function: an object that can be called takes longer
-
-    def put_up(self, owner: int | None) -> None:
-        own = self.module.__dict__
-        self._before = own.get("forward")
-        self._now[:] = self.module.forward, owner
-        own["forward"] = self.shadow
-
-    def take_down(self) -> None:
-        restore_forward(self.module, self._before)
-        self._before, self._now[:] = None, (None, None)
+        self.now, self.shadow = now, shadow  # a function: an object that can be called takes longer
 
 
 class intercepted:  # noqa: N801 - reads as the function it is; a generator would take twice the time
@@ -84,16 +73,25 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
             ADAPTING.acquire()
             self.owner = get_ident()
         try:
-            for stand_in in self.stand_ins:
-                stand_in.put_up(self.owner)
+            for stand_in in self.stand_ins:  # all of it here: functions of each would take longer
+                module = stand_in.module
+                own = module.__dict__
+                stand_in.before = own.get("forward")
+                stand_in.now[:] = module.forward, self.owner
                 self.up.append(stand_in)
+                own["forward"] = stand_in.shadow
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: Any) -> None:
         while self.up:
-            self.up.pop().take_down()
+            stand_in = self.up.pop()
+            if stand_in.before is None:
+                stand_in.module.__dict__.pop("forward", None)
+            else:
+                stand_in.module.__dict__["forward"] = stand_in.before
+            stand_in.before, stand_in.now[:] = None, (None, None)
         if self.owner is not None:
             ADAPTING.release()
 
