@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import tailoring
+from tailoring import baselines, losses, nn, random, smoothing, theory
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,6 +78,18 @@ def test_a_room_imports_torch_and_earlier_rooms_only(room):
 def test_public_names_are_documented():
     undocumented = [name for name in vars(tailoring) if not name.startswith("_") and not (getattr(tailoring, name).__doc__ or "").strip()]
     assert not undocumented
+
+
+def test_the_reference_lists_every_public_name():
+    def public(room: ModuleType) -> list[str]:
+        names = getattr(room, "__all__", None) or [
+            name for name, value in vars(room).items() if getattr(value, "__module__", "").startswith(room.__name__)
+        ]
+        return [name for name in names if not name.startswith("_") and not isinstance(getattr(room, name), ModuleType)]
+
+    rooms = (tailoring, baselines, losses, nn, random, smoothing, theory)
+    listed = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "reference.md").read_text(), re.M)
+    assert sorted(listed) == sorted(f"{room.__name__}.{name}" for room in rooms for name in public(room))
 
 
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]

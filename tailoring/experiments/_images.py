@@ -64,7 +64,7 @@ def cifar10(folder: Path, part: Literal["train", "test"]) -> tuple[Tensor, Tenso
     if root is None:
         raise FileNotFoundError(
             f"no cifar-10-batches-bin in {folder}: get the binary version of CIFAR-10 from https://www.cs.toronto.edu/~kriz/cifar.html, "
-            "unpack it, and give its folder on the command line (--help tells the flag) or in TAILORING_DATA"
+            "unpack it, and give its folder by --data-dir (contrastive: --data) or in TAILORING_DATA"
         )
     rows = []
     for name in [name for name in MD5 if name.startswith("data" if part == "train" else "test")]:
