@@ -27,6 +27,12 @@ from ._validate import check_losses
 Loss = Callable[..., Tensor]  # loss(model, x) -> (queries,)
 
 
+_CALLED = (
+    "The tailoring loss {!r} was called as loss(model, x), with the adapted model and {}; it gets no labels and no prediction, and sets no "
+    "attribute of the model"
+)
+
+
 class Fitting(OwnNames):
     """The part of `Tailored` that works on a `Batch`; the settings are told there."""
 
@@ -109,28 +115,23 @@ class Fitting(OwnNames):
         x, seeds, reuse = (batch.x, batch.seeds, batch.reuse) if rows is None else (*take_rows((batch.x, batch.seeds), rows), None)
         keep = reuse is not None and not torch.compiler.is_compiling() if keep is None else keep
         run = functools.partial(self._call, batch, state, reuse, keep, taps)
+        args, kwargs = as_call(x)
         once = None if reuse is None else functools.partial(reuse.once, keep=keep)
         if reuse is not None:
             reuse.begin()
         with batch.kernels or self._plain_kernels():
             bound = Bound(self.net, run, x, seeds, step, keep=once, shares=batch.rescued and rows is None)
-            losses = self._ask(self.adapt.bind(bound), x)
+            model = self.adapt.bind(bound)
+            if torch.compiler.is_compiling():
+                losses = self.loss(model, *args, **kwargs)
+            else:
+                try:
+                    losses = self.loss(model, *args, **kwargs)
+                except (TypeError, AttributeError) as error:  # how one looks that was written for other arguments
+                    error.add_note(_CALLED.format(getattr(self.loss, "__name__", type(self.loss).__name__), told(x)))
+                    raise
         check_losses(losses, batch.queries if rows is None else len(rows))
         return self.adapt.reduce(losses)
-
-    def _ask(self, model: Bound, x: Any) -> Any:
-        args, kwargs = as_call(x)
-        if torch.compiler.is_compiling():
-            return self.loss(model, *args, **kwargs)
-        try:
-            return self.loss(model, *args, **kwargs)
-        except (TypeError, AttributeError) as error:  # how one looks that was written for other arguments
-            name = getattr(self.loss, "__name__", type(self.loss).__name__)
-            error.add_note(
-                f"The tailoring loss {name!r} was called as loss(model, x), with the adapted model and {told(x)}; "
-                "it gets no labels and no prediction, and sets no attribute of the model"
-            )
-            raise
 
     def _call(
         self, batch: Batch, state: State, reuse: Reuse | None, keep: bool, taps: Any, reading: Reading, args: Any, kwargs: Any

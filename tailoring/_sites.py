@@ -77,7 +77,9 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
                 module = stand_in.module
                 own = module.__dict__
                 stand_in.before = own.get("forward")
-                stand_in.now[:] = module.forward, self.owner
+                now = stand_in.now
+                now[1] = self.owner  # first: another thread that looks in between finds no forward yet
+                now[0] = module.forward
                 self.up.append(stand_in)
                 own["forward"] = stand_in.shadow
         except BaseException:
@@ -91,7 +93,7 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
                 stand_in.module.__dict__.pop("forward", None)
             else:
                 stand_in.module.__dict__["forward"] = stand_in.before
-            stand_in.before, stand_in.now[:] = None, (None, None)
+            stand_in.before = stand_in.now[0] = None
         if self.owner is not None:
             ADAPTING.release()
 

@@ -156,18 +156,36 @@ ON_THE_H200 = [  # the lines of the table in docs/performance.md: program, setti
 ]
 
 
-def test_the_table_of_the_h200_is_that_of_its_rows():
+ON_THE_CPU = [
+    *(("depth", 512, "highest", case, "plain") for case in ("CN everywhere", "CN everywhere compiled", "CN last half", "CN last layer")),
+    *(("depth", width, "highest", f"CN {where}", "plain") for width in (1024, 2048) for where in ("everywhere", "last layer")),
+    None,  # overhead: four measurements
+    ("generator", None, "highest", "batched", "scalar loop"),
+    *(("peers", 256, "highest", case, "Weights") for case in ("Weights compiled", "JAX weights", "higher", "torchopt", "torch-ttt")),
+    *(("peers", 256, "highest", case, "Weights") for case in ("torch.func.vmap", "CN", "CN compiled", "JAX CN")),
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "file", "lines"),
+    [("## Measured\n", "cpu", ON_THE_CPU), ("## Measured on the H200", "h200", ON_THE_H200)],
+    ids=["cpu", "h200"],
+)
+def test_the_tables_are_those_of_their_rows(section, file, lines):
     """The last row of each case, beside the row of the other that is nearest to it in the file: of the same process, or at least run."""
-    rows = [json.loads(line) for line in (ROOT / "benchmarks" / "rows" / "h200.jsonl").read_text().splitlines()]
-    page = (ROOT / "docs" / "performance.md").read_text().split("## Measured on the H200")[1].split("|--:|--:|\n")[1].split("\n\n")[0]
-    for line, (program, setting, matmul, case, against) in zip(page.splitlines(), ON_THE_H200, strict=True):
+    rows = [json.loads(line) for line in (ROOT / "benchmarks" / "rows" / f"{file}.jsonl").read_text().splitlines()]
+    page = (ROOT / "docs" / "performance.md").read_text().split(section)[1].split("|--:|--:|\n")[1].split("\n\n")[0]
+    for line, of_a_row in zip(page.splitlines(), lines, strict=True):
+        if of_a_row is None:
+            continue
+        program, setting, matmul, case, against = of_a_row
         measured = "peak_bytes" if "MiB" in line else "waited" if "waited for" in line else "seconds"
         of = {
             name: [
                 i
                 for i, row in enumerate(rows)
                 if (row["program"], row["matmul"], row["name"]) == (program, matmul, name)
-                and setting in (row.get("networks"), row.get("queries"))
+                and setting in ([row.get("width")] if (file, program) == ("cpu", "depth") else [row.get("networks"), row.get("queries")])
                 and measured in row
             ]
             for name in (case, against)
@@ -175,7 +193,8 @@ def test_the_table_of_the_h200_is_that_of_its_rows():
         place = of[case][-1]
         other = min(of[against], key=lambda i: abs(i - place))
         said = line.split("|")[4].split()[0]
-        assert f"{rows[place][measured] / rows[other][measured]:.{len(said.split('.')[1])}f}" == said, line
+        digits = len(said.partition(".")[2])
+        assert f"{rows[place][measured] / rows[other][measured]:.{digits}f}" == said, line
 
 
 def test_what_is_said_in_short_is_said_at_length():
