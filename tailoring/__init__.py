@@ -8,8 +8,8 @@ from . import theory as theory
 from ._adapt import CN as CN
 from ._adapt import Adapter as Adapter
 from ._adapt import Shift as Shift
-from ._adapt import Site as Site
 from ._batch import Trace as Trace
+from ._casts import Site as Site
 from ._check import Report as Report
 from ._check import check as check
 from ._optimisers import LBFGS as LBFGS

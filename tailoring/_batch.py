@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._adapt import Site, Sited
+from ._casts import Site, Sited
 from ._inner import Moment
 from ._reuse import Prefix, Reuse
 from ._states import State, is_small, where

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _states as states
-from ._adapt import Adapter, Site, sited
+from ._adapt import Adapter
+from ._casts import Site, sited
 from ._inner import NoGradientError
 from ._kernels import plain_kernels
 from ._sites import Reading

@@ -23,7 +23,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[r
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from ._adapt import Adapter, Sited
+from ._adapt import Adapter
+from ._casts import Sited
 from ._kernels import all_modules, plain_kernels
 from ._sites import Reading, StandIn, intercepted
 from ._trees import map_tensors, model_call, tensors

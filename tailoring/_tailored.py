@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ._adapt import CN, Adapter, sited
+from ._adapt import CN, Adapter
 from ._batch import Batch, Places, Starts, Trace, all_finite, in_inference_mode, leaves_inference_mode
+from ._casts import sited
 from ._compiled import Compiled
 from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep

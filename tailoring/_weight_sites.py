@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ._adapt import Site
+from ._casts import Site
 from ._layers import How, rule_for
 from ._recurrent import is_patched
 from ._watch import Seen

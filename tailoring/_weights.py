@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _states as states
-from ._adapt import Adapter, Evaluate, Pass, Site, Sited
+from ._adapt import Adapter, Evaluate
 from ._bound import Bound
+from ._casts import Pass, Site, Sited
 from ._copies import call_with_copies
 from ._doubt import doubt
 from ._inner import differentiate, reached

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ._adapt import CN, Adapter, Evaluate, Shift, Site, Sited
+from ._adapt import CN, Adapter, Evaluate, Shift
 from ._bound import Bound
+from ._casts import Site, Sited
 from ._kernels import may_look
 from ._sites import Reading
 from ._states import State

@@ -46,6 +46,7 @@ ROOMS = [
     "_cuda_graphs",
     "_autotune",
     "_compiled",
+    "_casts",
     "_adapt",
     "_copies",
     "_taps",
