@@ -115,7 +115,10 @@ def _run(experiment: Any, name: str, args: list[str]) -> int:
     config = tyro.cli(experiment.Config, default=default, args=flags, prog=prog, description=about)
     with _progress() as progress:
         out = experiment.run(config, progress)
-    return _show(experiment, out)
+    shown = _show(experiment, out)
+    if quick:
+        print(f"A demonstration, not evidence: smaller, and often easier, than what docs/experiments/{name}.md reports.")
+    return shown
 
 
 def _certify(args: list[str]) -> int:
@@ -125,7 +128,10 @@ def _certify(args: list[str]) -> int:
     config = tyro.cli(experiment.Config, args=args, prog="tailoring certify")
     with _progress() as progress:
         out = experiment.run(config, progress)
-    return _show(experiment, out)
+    shown = _show(experiment, out)
+    if quick:
+        print(f"A demonstration, not evidence: smaller, and often easier, than what docs/experiments/{name}.md reports.")
+    return shown
 
 
 def _bench(args: list[str]) -> int:

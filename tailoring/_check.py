@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._fitting import MixingError
 from ._sites import StandIn, intercepted
 from ._tailored import Tailored
 from ._trees import cat_rows, count_rows, map_tensors, model_call, take_rows, tensors
@@ -24,6 +25,7 @@ _REMEDIES = (
     ((nn.RNNBase, nn.MultiheadAttention), "give it batch_first=True, or inputs with the sequence first, so that its rows are the queries"),
 )
 _GENERAL = "normalise, attend and average within a query only, never over the first dimension"
+_VIEWS = "let several rows of a query follow each other in what the loss gives the model, x.repeat_interleave(k, 0), not torch.cat([x, x])"
 _SEEDED = "put dropout in eval mode and draw noise with tailoring.random from model.seeds"
 
 
@@ -96,7 +98,10 @@ def _check_tailoring(
             Problem(f"adaptation with {model.adapt!r}", "mixes the queries of a batch, by design", "use an adapter that serves each query")
         ]
     name = getattr(model.loss, "__name__", type(model.loss).__name__)
-    start = model.trace(x).losses[:1].mT, model.trace(x).losses[:1].mT, model.trace(changed).losses[:1].mT
+    try:
+        start = model.trace(x).losses[:1].mT, model.trace(x).losses[:1].mT, model.trace(changed).losses[:1].mT
+    except MixingError:
+        return [Problem(f"tailoring loss {name}", "mixes the queries of a batch", _VIEWS)]
     answers = [tensors(model(value)) for value in (x, changed)]
     alone = [model(take_rows(x, slice(i, i + 1))) for i in range(count_rows(x))]
     separately = tensors(cat_rows(alone, model._find_places(x).answer_rows))
@@ -105,10 +110,7 @@ def _check_tailoring(
     if not same([start[0]], [start[2]]):
         return [Problem(f"tailoring loss {name}", "mixes the queries of a batch", "let every query's value depend on its own rows only")]
     what = f"adaptation with {model.adapt!r} and {model.rule!r}"
-    remedy = (
-        "let several rows of a query follow each other in what the loss gives the model, x.repeat_interleave(k, 0), not torch.cat([x, x]); "
-        "let an optimiser treat rows separately (no norm over the whole batch)"
-    )
+    remedy = "let an optimiser treat rows separately (no norm over the whole batch)"
     if not same(answers[0], answers[1]):
         return [Problem(what, "mixes the queries of a batch", remedy)]
     if not everyone(answers[0], separately):

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from . import _states as states
 from ._adapt import Adapter
-from ._batch import Batch, Fit, Starts, Trace, all_finite, better, finite_rows, rows_where
+from ._batch import Batch, Fit, Places, Starts, Trace, all_finite, better, finite_rows, rows_where
 from ._bound import Bound
 from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
 from ._kernels import Structure, may_look, plain_kernels
@@ -22,6 +23,7 @@ from ._reuse import Reuse
 from ._sites import WHOLE, Reading
 from ._states import State, compact, device_of, rows_of, where
 from ._trees import as_call, model_call, take_rows, tensors, told
+from ._untouched import untouched
 from ._validate import check_losses
 
 Loss = Callable[..., Tensor]  # loss(model, x) -> (queries,)
@@ -31,6 +33,29 @@ _CALLED = (
     "The tailoring loss {!r} was called as loss(model, x), with the adapted model and {}; it gets no labels and no prediction, and sets no "
     "attribute of the model"
 )
+_MIXES = (
+    "the tailoring loss {} makes one query's value depend on another query's state: let it depend on its own rows only. If it gives the "
+    "model several rows of each query, these must follow each other: torch.stack([x, -x], 1).flatten(0, 1) or x.repeat_interleave(k, 0), "
+    "not torch.cat([x, -x])"
+)
+
+
+class MixingError(ValueError):
+    """A loss that does not keep the queries apart."""
+
+
+def _freed(state: State) -> list[bool]:
+    """Empty until a backward pass comes by that frees the graph on its way."""
+    found: list[bool] = []
+
+    def note(_: Tensor) -> None:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+            found.append(True)
+
+    for entry in states.numbers(state):
+        if entry.requires_grad and not entry.is_leaf:
+            entry.register_hook(note)
+    return found
 
 
 class Fitting(OwnNames):
@@ -54,6 +79,10 @@ class Fitting(OwnNames):
     @property
     def loss(self) -> Loss:
         return self.tailoring.loss
+
+    @property
+    def _name_of_loss(self) -> str:
+        return getattr(self.loss, "__name__", type(self.loss).__name__)
 
     def _identity(self, batch: Batch, rows: int) -> State:
         """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
@@ -82,11 +111,14 @@ class Fitting(OwnNames):
             home=None if batch.start is None else self._identity(batch, rows),
             only_last=only_last,
         )
-        for moment in loop:
+        for taken, moment in enumerate(loop):
+            freed = _freed(moment.state) if needed else []
             yield moment
-            if needed and versions != [p._version for p in needed]:
+            changed = versions != [p._version for p in needed]
+            if taken < self.steps and (changed or freed):
+                what = "weights changed" if changed else "backward() freed the graph"
                 raise RuntimeError(
-                    "weights changed between two inner steps, but later losses still need the graph of the earlier steps "
+                    f"{what} between two inner steps, but later losses still need the graph of the earlier steps "
                     "(backprop='all', or a learned lr): sum the outer losses, call backward() once, then step"
                 )
 
@@ -128,10 +160,37 @@ class Fitting(OwnNames):
                 try:
                     losses = self.loss(model, *args, **kwargs)
                 except (TypeError, AttributeError) as error:  # how one looks that was written for other arguments
-                    error.add_note(_CALLED.format(getattr(self.loss, "__name__", type(self.loss).__name__), told(x)))
+                    error.add_note(_CALLED.format(self._name_of_loss, told(x)))
                     raise
         check_losses(losses, batch.queries if rows is None else len(rows))
+        if not batch.places.apart and rows is None and may_look() and batch.queries > 1 and losses.requires_grad:
+            self._refuse_mixing(batch, losses, state, taps)
         return self.adapt.reduce(losses)
+
+    def _try_loss(self, x: Any, places: Places) -> None:
+        """The loss of the first two queries, for compiled code, in which no value can be looked at."""
+        pair = Batch(take_rows(x, slice(2)), 2, places)
+        try:
+            with untouched(self):  # the loss may have buffers, too
+                self._gradient(pair, self._identity(pair, 2), None, 0, False)
+        except MixingError:
+            raise
+        except Exception:  # it knows of the whole batch, or fails there, too
+            places.apart.append(False)
+
+    def _refuse_mixing(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
+        """Raise if one query's loss depends on another's state. Asked once for each kind of input, of the graph that is there anyway:
+        does the loss of the first half have a gradient in the others' rows of what is adapted last, of all that it depends on?
+        """
+        half = batch.queries // 2
+        places = [t for t in (*states.numbers(state), *getattr(taps, "outs", ())) if t.requires_grad]
+        for place in reversed(places):
+            (found,) = torch.autograd.grad(losses[:half].sum(), place, retain_graph=True, allow_unused=True)
+            if found is not None:
+                if bool((found[half:].abs() > 0).any()) and bool(found.isfinite().all()):
+                    raise MixingError(_MIXES.format(self._name_of_loss))
+                batch.places.apart.append(True)
+                return
 
     def _call(
         self, batch: Batch, state: State, reuse: Reuse | None, keep: bool, taps: Any, reading: Reading, args: Any, kwargs: Any

@@ -234,14 +234,18 @@ class Tailored(Fitting):
             return self._answer(batch, self._fit(batch).state)[0]
 
         with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
-            if self._compiled is None or not self._prepared:
-                self._batches(x)  # what it refuses must be refused here, with its own words
-                self.prepare(x)
-                self._compiled = Compiled(answer, self.compile_options or {}, self._owned, fills=self.adapt.rows(2) == 2)
             structure = self._find_structure()
             assert structure is not None, "compiled code does not come here"
             key = self._key(x, structure)
-            places = self._places.get(key) or self._find_places(x, structure)
+            places = self._places.get(key)
+            if places is None or not self._prepared:
+                self._batches(x)  # what it refuses must be refused here, with its own words
+                places = self._places[key]
+            if not places.apart and count_rows(x) > 1:
+                self._try_loss(x, places)
+            if self._compiled is None or not self._prepared:
+                self.prepare(x)
+                self._compiled = Compiled(answer, self.compile_options or {}, self._owned, fills=self.adapt.rows(2) == 2)
             self._traced = ((_kind(x), places),)  # alone: what else there is would be looked at, and a change of it compiled for
             try:
                 out = self._compiled(key, x, self.chunk, places.answer_rows, fills=places.answers_by_row)
@@ -320,7 +324,7 @@ class Tailored(Fitting):
             if not answers:
                 warnings.warn(_UNSEEN, stacklevel=2)
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
-            places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row)
+            places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row, [])
             while len(self._places) > _MOST_PLACES:
                 del self._places[next(iter(self._places))]
             self._places[key] = places

@@ -133,6 +133,8 @@ def busy_workers():
         (["--n0", "0"], "--n0 must be at least 1, not 0"),
         (["--n", "0"], "--n must be at least 1, not 0"),
         (["--batch", "0"], "--batch must be at least 1, not 0"),
+        (["--engine", "ray", "--address", "127.0.0.1:1"], "no Ray cluster answers at --address 127.0.0.1:1 (["),
+        (["--engine", "ray", "--address", "ray://localhost:1"], "no Ray cluster answers at --address ray://localhost:1"),
         (["--every", "0"], "--every must be at least 1, not 0"),
         (["--images", "0"], "--images must be at least 1, not 0"),
         (["--alpha", "2"], "--alpha must lie between 0 and 1, not 2"),

@@ -39,17 +39,47 @@ def test_meta_tailoring_lowers_the_task_loss_of_the_tailored_prediction(adapter,
     assert summed_error(model(x), y).item() < 0.6 * before
 
 
-@pytest.mark.parametrize(
-    "options", [{"backprop": "all"}, {"lr": nn.Parameter(torch.tensor(1e-2, dtype=torch.float64))}], ids=["all", "learned lr"]
+NEEDING_EARLIER_STEPS = pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"backprop": "all"},
+        lambda: {"backprop": "all", "recompute": True},
+        lambda: {"lr": nn.Parameter(torch.tensor(1e-2, dtype=torch.float64))},
+    ],
+    ids=["all", "recomputed", "learned lr"],
 )
+
+
+@NEEDING_EARLIER_STEPS
 def test_stepping_between_inner_steps_is_refused_where_the_graph_is_still_needed(options):
-    model, x = tailored(**options), queries()
+    model, x = tailored(**options()), queries()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     arriving = outer_losses(model, summed_error, x, x)
-    next(arriving).backward()
+    next(arriving).backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="weights changed between two inner steps"):
         next(arriving)
+
+
+@NEEDING_EARLIER_STEPS
+@pytest.mark.parametrize("adapter", ["CN", "CN-learned-start", "Weights", "Shift"])
+def test_so_is_freeing_the_graph(options, adapter):
+    model, x = tailored(adapt=ADAPTERS[adapter](), **options()).prepare(queries()), queries()
+    arriving = outer_losses(model, summed_error, x, x)
+    next(arriving).backward()
+    with pytest.raises(RuntimeError, match=r"backward\(\) freed the graph between two inner steps"):
+        next(arriving)
+    for loss in outer_losses(model, summed_error, x, x):
+        loss.backward(retain_graph=True)
+
+
+@NEEDING_EARLIER_STEPS
+def test_after_the_last_step_nothing_is_needed(options):
+    model, x = tailored(steps=1, **options()), queries()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for loss in outer_losses(model, summed_error, x, x):
+        loss.backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("adapter", ["CN", "CN-learned-start", "Weights", "Shift"])
@@ -302,6 +332,7 @@ def test_only_the_step_that_an_outer_loss_sees_keeps_its_graph():
         ("all", [True] * 3, [True] * 3),
     ):
         model = Tailored(mlp(), loss, adapt=CN(nn.Tanh), steps=3, lr=0.01, backprop=backprop)
+        model(queries())  # at first it is asked whether the loss keeps the queries apart
         for run, expected in ((model, answered), (lambda x, model=model: list(model.states(x)), each)):
             kept.clear()
             run(queries())

@@ -20,12 +20,14 @@ from ._train import Learner
 class Outer(nn.Module):
     """The outer loss: MSE of the tailored prediction plus the physics regulariser, after each inner step."""
 
-    def __init__(self, model: Tailored, law: Invariants, weight: float, noise: bool):
+    def __init__(self, model: Tailored, law: Invariants, weight: float, noise: bool, repeats: int = 1):
         super().__init__()
-        self.model, self.law, self.weight, self.noise = model, law, weight, noise
+        self.model, self.law, self.weight, self.noise, self.repeats = model, law, weight, noise, repeats
 
     def losses(self, x: Tensor, y: Tensor) -> Iterator[Tensor]:
-        return noise_losses(self.model, self._task, x, (x, y)) if self.noise else outer_losses(self.model, self._task, x, (x, y))
+        made = noise_losses if self.noise else outer_losses
+        for _ in range(self.repeats):
+            yield from made(self.model, self._task, x, (x, y))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.stack(list(self.losses(x, y))).sum()
@@ -79,7 +81,7 @@ class Bench:
         model = Tailored(net, conserve(law), adapt=adapt, steps=t.steps, lr=t.lr, backprop=t.backprop, clip=t.clip)
         if t.steps:
             model.prepare(self.validation.x[:2])
-        return Learner(t.name, net, Outer(model, law, t.weight, t.adapt == "noise"), t.seed, t.outer == "each", self.validate)
+        return Learner(t.name, net, Outer(model, law, t.weight, t.adapt == "noise", t.repeats), t.seed, t.outer == "each", self.validate)
 
     def network(self, t: Training) -> nn.Module:
         return build(t.network, t.width, t.norm, self.mean.cpu(), self.std.cpu()).to(self.device)

@@ -151,6 +151,7 @@ class Training:
     clip: float | None = None
     trajectories: int = 500
     stop_early: bool = False
+    repeats: int = 1  # updates on each batch, without inner steps
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -203,7 +204,9 @@ def plan(config: Config) -> Iterator[Training]:
             )
             yield more
             yield replace(more, method="more-meta", steps=c.meta_steps, lr=max(c.meta_lrs))
+        if "ablations" in c.extras:  # BatchNorm, which the paper dropped, is a control, too
+            yield replace(base, method="batchnorm", norm=True)
+            yield replace(base, method="batchnorm-twice", norm=True, outer="each", repeats=c.meta_steps)
         if "ablations" in c.extras and seed == c.seeds[0]:
             yield from (replace(base, method=f"width-{width}", width=width) for width in (c.width // 4, c.width // 2))
-            yield replace(base, method="batchnorm", norm=True)
             yield replace(meta, method="second-order-clipped", backprop="last", lr=1e-3, clip=1.0)

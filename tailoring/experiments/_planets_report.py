@@ -70,6 +70,8 @@ def tables(results: Results) -> list[Table]:
     add("control: inductive, as many updates", results.settings("inductive-updates", w))
     add("control: inductive, own best weight", results.settings("inductive"))
     add("control: inductive, every batch twice", results.settings("batches-twice"))
+    add("control: BatchNorm", results.settings("batchnorm"))
+    add("control: BatchNorm, every batch twice", results.settings("batchnorm-twice"))
     add("control: best inductive of all", _inductive(results))
     add("meta-tailoring, own best weight", results.settings("meta"))
     add("same, w after each inner step", results.settings("meta-each"))
@@ -131,7 +133,7 @@ def _ablations(results: Results) -> Table | None:
     base = results.choose(results.settings("inductive", results.config["weight"]), "tailoring", 0)
     for label, settings, steps in (
         ("inductive", results.settings("inductive", results.config["weight"]), 0),
-        *((s[0], [s], 0) for s in sorted(results.nets) if s[0].startswith("width-") or s[0] == "batchnorm"),
+        *((s[0], [s], 0) for s in sorted(results.nets) if s[0].startswith(("width-", "batchnorm"))),
         *((f"physics weight {s[1]:g}", [s], 0) for s in sorted(results.nets) if s[0] == "inductive"),
         *(
             (f"{s[0]}, {results.config['steps']} steps", [s], results.config["steps"])
@@ -181,13 +183,19 @@ def _against(results: Results, base: Chosen, loss: float) -> str:
 
 
 def _inductive(results: Results) -> list[Setting]:
-    return [s for method in ("inductive", "inductive-updates", "batches-twice") for s in results.settings(method)]
+    """All ways to train without tailoring that as many seeds were given as the most."""
+    methods = ("inductive", "inductive-updates", "batches-twice", "batchnorm", "batchnorm-twice")
+    found = [s for method in methods for s in results.settings(method)]
+    most = max((len(results.nets[s]) for s in found), default=0)
+    return [s for s in found if len(results.nets[s]) == most]
 
 
 def _setting(chosen: Chosen, steps: int) -> str:
     method, weight, lr = chosen.setting
     trained = f", trained with lr {lr:g}" if lr else ""
-    long = {"inductive-updates": ", twice the updates", "batches-twice": ", batches twice"}.get(method, "")
+    long = {"inductive-updates": ", twice the updates", "batches-twice": ", batches twice", "batchnorm-twice": ", batches twice"}.get(
+        method, ""
+    )
     return f"w {weight:g}{trained}{long}" + (f"; lr {chosen.lr:g}" if chosen.lr and steps else "")
 
 
@@ -211,11 +219,22 @@ def report(folder: Path) -> str:
 
 
 def verdict(table: Table) -> str:
-    """Which methods of Table 1 differ from inductive learning by more than the seeds' spread explains."""
-    gains = [(row[0], row[2]) for row in table.rows if row and "±" in row[2]]
-    if not gains:
+    """What of Table 1 is better or worse by more than the seeds' spread explains: than inductive learning, and than its strongest form."""
+    rows = [row for row in table.rows if row]
+    if not any("±" in cell for row in rows for cell in row[2:4]):
         return "One seed: no spread to compare the differences with."
-    clear = [f"{name} ({gain} %)" for name, gain in gains if "?" not in gain]
-    unclear = [name for name, gain in gains if "?" in gain]
-    lines = ["Larger than the seeds' spread: " + ("; ".join(clear) or "none") + "."]
-    return "\n".join(lines + (["Not larger: " + "; ".join(unclear) + "."] if unclear else []))
+    told = [_verdict("the inductive network", [(row[0], row[2]) for row in rows])]
+    strongest = next((row for row in rows if row[0] == "inductive"), None)
+    if strongest and strongest[3]:  # else it is the same network
+        told.append(_verdict("the strongest control, the best inductive network of all", [(row[0], row[3]) for row in rows]))
+    return "\n".join(told)
+
+
+def _verdict(other: str, gains: list[tuple[str, str]]) -> str:
+    gains = [(name, gain) for name, gain in gains if "±" in gain]
+    kinds = {
+        "better": [f"{name} ({gain} %)" for name, gain in gains if "?" not in gain and not gain.startswith("-")],
+        "worse": [f"{name} ({gain} %)" for name, gain in gains if "?" not in gain and gain.startswith("-")],
+        "neither, by more than the seeds' spread explains": [name for name, gain in gains if "?" in gain],
+    }
+    return "\n".join([f"Against {other}:", *(f"  {kind}: {'; '.join(found)}" for kind, found in kinds.items() if found)])

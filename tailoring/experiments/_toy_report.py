@@ -110,5 +110,5 @@ def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
     results = Results(read_folder(folder, "toy"))
     made = _tables(results)
-    write(folder, "Toy adversarial example: Figure 5", about(results.rows), made, [_boundaries(results), _attack(results)])
+    write(folder, "Toy adversarial example: the appendix's figure", about(results.rows), made, [_boundaries(results), _attack(results)])
     return "\n\n".join(table.text() for table in made)

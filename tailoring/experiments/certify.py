@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ class Config(Tailoring):
 def run(config: Config, progress: Progress = lambda what, done, total: None, images: Images | None = None) -> Path:
     """Append a row for every image that has none yet; `images` in place of the config's."""
     _check(config)
+    if config.engine == "ray":
+        refuse_nowhere(config.address)
     data = _images(config) if images is None else images
     state = read_weights(config.weights)
     if images is None:
@@ -262,6 +265,16 @@ def _over_ray(config: Config, state: dict[str, Any], images: Images, indices: li
     finally:
         if mine:
             ray.shutdown()
+
+
+def refuse_nowhere(address: str | None) -> None:
+    """Ray itself would look for more than a minute for a cluster that is not there."""
+    host, _, port = (address or "").rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except OSError as error:
+            raise OSError(f"no Ray cluster answers at --address {address} ({error}); `ray start --head` starts one") from error
 
 
 _built: dict[str, nn.Module] = {}  # of a worker process: the classifier is built once, not for every image

@@ -35,6 +35,8 @@ WORTH_COMPILING = 2_000_000  # noisy images: the training of a tailored ResNet-1
 def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
     """Train, certify and probe what has not been yet: rows in `config.out`, one file per certification in `certified/`."""
     todo = _chosen(config)
+    if config.engine == "ray":
+        certify.refuse_nowhere(config.address)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True  # the same shapes come again and again
     fabric: Any = make_fabric(config, devices=config.devices, strategy=config.strategy)

@@ -80,7 +80,8 @@ def _of_batch(model: Tailored, x: Any, y: Any, task_loss: TaskLoss) -> tuple[Ten
         return found.expand(batch.queries)  # a mean, once for each query, sums to the total
 
     supervised = asked.replace(loss=labelled)
-    (same,) = supervised._batches(x)
+    places = batch.places._replace(apart=[True])  # as a mean may not: it is no tailoring loss
+    same = batch._replace(places=places, reuse=supervised._reuse(places, batch.queries))
     start = asked._identity(batch, asked.adapt.rows(batch.queries))
     start = {name: entry.detach() if isinstance(entry, Tensor) else entry for name, entry in start.items()}
     _, ours = asked._gradient(batch, start, None, 0, False)

@@ -1,0 +1,116 @@
+"""A tailoring loss in which one query's value depends on another's state is refused, at the first batch that has two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import drift, float_mlp, size
+from torch import nn
+from torch.nn import functional as F
+
+from tailoring import CN, Shift, Tailored, Weights, check, outer_losses
+from tailoring.baselines import Output, Shared
+
+pytestmark = pytest.mark.usefixtures("seeded")
+ADAPTERS = [CN(), Shift("1"), Weights(), Weights("2"), Weights(how="vmap"), Weights(how="loop")]
+
+
+def one_view_after_the_other(model, x):
+    return model(torch.cat([x, -x])).view(2, len(x), -1).var(0).sum(1)
+
+
+def negatives_of_the_batch(model, x):
+    first, second = F.normalize(model(x)), F.normalize(model(x + 0.1))
+    return F.cross_entropy(first @ second.T / 0.1, torch.arange(len(x)), reduction="none")
+
+
+def centred(model, x):
+    y = model(x)
+    return (y - y.mean(0)).square().sum(1)
+
+
+def turned(model, x):
+    return model(x).flip(0).square().sum(1)
+
+
+def moved_on(model, x):
+    return model(x).roll(1, 0).square().sum(1)
+
+
+MIXING = [one_view_after_the_other, negatives_of_the_batch, centred, turned, moved_on]
+
+
+@pytest.mark.parametrize("adapt", ADAPTERS, ids=repr)
+@pytest.mark.parametrize("loss", MIXING)
+def test_it_is_refused_each_time(loss, adapt):
+    model, x = Tailored(float_mlp(), loss, adapt=adapt, lr=0.1), torch.randn(5, 3)
+    for run in (model, model, model.trace, model.replace(steps=3, lr=0.1, backprop="all"), model.replace(keep="best")):
+        with pytest.raises(ValueError, match=f"the tailoring loss {loss.__name__} makes one query's value depend on another query's state"):
+            run(x)
+    assert "tailoring loss" in str(check(model, x))
+    assert torch.isfinite(model(x[:1])).all()  # of one query there is nothing to mix
+
+
+@pytest.mark.parametrize("loss", [centred, turned, moved_on])
+def test_so_it_is_where_the_answer_itself_moves(loss):
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        Tailored(float_mlp(), loss, adapt=Output())(torch.randn(5, 3))
+
+
+@pytest.mark.parametrize("loss", MIXING)
+def test_compiled_code_never_sees_it(loss):
+    model = Tailored(float_mlp(), loss, compile={"backend": "eager"})
+    for queries in (2, 1, 5):
+        if queries > 1:
+            with torch.no_grad(), pytest.raises(ValueError, match="depend on another query's state"):
+                model(torch.randn(queries, 3))
+        else:
+            with torch.no_grad():
+                assert model(torch.randn(queries, 3)).shape == (1, 2)
+
+
+def one_view_beside_the_other(model, x):
+    return model(torch.stack([x, -x], 1).flatten(0, 1)).unflatten(0, (len(x), 2)).var(1).sum(1)
+
+
+def a_view_at_a_time(model, x):
+    return (model(x) - model(-x)).square().sum(1)
+
+
+def views_as_inputs_of_one(model, x):
+    return model(torch.stack([x, -x], 1)).var(1).sum(1)
+
+
+@pytest.mark.parametrize("adapt", ADAPTERS, ids=repr)
+@pytest.mark.parametrize("loss", [one_view_beside_the_other, a_view_at_a_time, views_as_inputs_of_one, drift])
+def test_what_keeps_them_apart_is_not(loss, adapt):
+    net, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(5, 3)
+    if loss is views_as_inputs_of_one and not isinstance(adapt, Weights):
+        loss = a_view_at_a_time  # CN's scales are made for the shape of a query
+    model = Tailored(net, loss, adapt=adapt, lr=0.1, steps=2)
+    torch.testing.assert_close(model(x), torch.cat([model(query[None]) for query in x]))
+    sum(outer_losses(model, F.mse_loss, x, x)).backward()
+
+
+def test_a_batch_that_is_adapted_as_a_whole_may_be_mixed():
+    model = Tailored(float_mlp(), centred, adapt=Shared(CN()))
+    assert model(torch.randn(5, 3)).shape == (5, 2)
+
+
+def test_to_ask_calls_no_loss_and_draws_nothing():
+    calls = []
+
+    def noted(model, x):
+        calls.append(len(x))
+        return size(model, x + 0.1 * torch.randn_like(x))
+
+    model, x = Tailored(float_mlp(), noted, lr=0.1, steps=2), torch.randn(5, 3)
+    first, second = (model(x) for _ in range(2) if torch.manual_seed(1))
+    assert calls == [5, 5, 5, 5]
+    assert torch.equal(first, second)
+
+
+def test_a_slope_that_is_no_number_tells_nothing():
+    """The square root of 0 has none, in all rows: an answer, untailored, is better than an error."""
+    model, x = Tailored(float_mlp(), lambda model, x: (model(x) - model(x).detach()).square().sum(1).sqrt()), torch.randn(5, 3)
+    torch.testing.assert_close(model(x), model.net(x))
