@@ -128,10 +128,7 @@ def _certify(args: list[str]) -> int:
     config = tyro.cli(experiment.Config, args=args, prog="tailoring certify")
     with _progress() as progress:
         out = experiment.run(config, progress)
-    shown = _show(experiment, out)
-    if quick:
-        print(f"A demonstration, not evidence: smaller, and often easier, than what docs/experiments/{name}.md reports.")
-    return shown
+    return _show(experiment, out)
 
 
 def _bench(args: list[str]) -> int:

@@ -21,7 +21,7 @@ from tailoring.__main__ import main
 from tailoring.experiments import planets
 from tailoring.experiments._planets_bench import Bench, noise_losses
 from tailoring.experiments._planets_plan import Training, plan
-from tailoring.experiments._planets_report import PAPER, tables
+from tailoring.experiments._planets_report import PAPER, tables, verdict
 from tailoring.experiments._planets_results import Results
 from tailoring.experiments._rows import read, read_folder
 from tailoring.experiments._train import Learner, Schedule, train, trained
@@ -72,7 +72,18 @@ def results(folder):
 def test_a_run_holds_every_method_and_control(finished, folder):
     methods = {row["training"]["method"] for row in results(folder)}
     assert methods >= {"inductive", "inductive-updates", "meta", "meta-each", "noise", "second-order", "full-second-order", "meta-5-steps"}
-    assert methods >= {"mammoth", "pairs", "pairs-meta", "more", "more-meta", "batchnorm", "width-2", "width-4", "second-order-clipped"}
+    assert methods >= {
+        "mammoth",
+        "pairs",
+        "pairs-meta",
+        "more",
+        "more-meta",
+        "batchnorm",
+        "batchnorm-twice",
+        "width-2",
+        "width-4",
+        "second-order-clipped",
+    }
     procedures = {row["procedure"] for row in results(folder) if row["name"] == "inductive-w0.002-seed0"}
     assert procedures == {"tailoring", "output", "ttt", "projection", "weights"}
     for words in (
@@ -114,7 +125,7 @@ def test_a_finished_run_is_not_run_again(finished, folder):
 
 def test_the_report_has_our_numbers_beside_the_papers(finished, folder, capsys):
     assert main(["report", "planets", "--out", str(folder / "out")]) == 0
-    assert "Larger than the seeds' spread" in capsys.readouterr().out
+    assert "Against the inductive network:" in capsys.readouterr().out
     page = (folder / "out" / "report.html").read_text()
     for _, relative in PAPER.values():
         assert relative is None or relative in page
@@ -208,11 +219,15 @@ def test_other_precisions_train_and_report(folder, precision):
     assert weights["layers.0.weight"].dtype == (torch.float64 if precision == "64-true" else torch.float32)
 
 
-def test_noise_has_the_size_of_the_step_it_replaces(folder, finished):
+def tiny_bench(folder):
     config = tiny_config(folder)
     data = planets._nbody.load(config.data, config.system, stride=5, split="trajectory", parts=config.parts, seed=0, more=config.more)
-    bench = Bench(config, data, torch.device("cpu"))
-    t = replace(next(plan(config)), steps=2, lr=1e-2, adapt="noise", width=64)
+    return Bench(config, data, torch.device("cpu")), data
+
+
+def test_noise_has_the_size_of_the_step_it_replaces(folder, finished):
+    bench, data = tiny_bench(folder)
+    t = replace(next(plan(bench.config)), steps=2, lr=1e-2, adapt="noise", width=64)
     model = bench.learner(t).objective.model
     x, y = data.test.x, data.test.y
 
@@ -233,6 +248,16 @@ def test_noise_has_the_size_of_the_step_it_replaces(folder, finished):
             assert not torch.allclose(noise[name] - start[name], step[name] - start[name], atol=float(sizes[0]) / 10)
     still = bench.learner(replace(t, lr=0.0)).objective.model
     assert [float(loss) for loss in noise_losses(still, mse, x, y)] == pytest.approx([plain, plain])
+
+
+def test_a_batch_is_taken_twice_with_batchnorm_too(folder, finished):
+    bench, _ = tiny_bench(folder)
+    learner = bench.learner(Training("batchnorm-twice", 0, 0.0, 1, width=8, norm=True, outer="each", repeats=2))
+    x, y = bench.validation.x, bench.validation.y
+    seen = [loss.detach() for loss in learner.objective.losses(x, y)]
+    assert len(seen) == 2
+    assert learner.each
+    assert next(m for m in learner.net.modules() if isinstance(m, nn.BatchNorm1d)).num_batches_tracked == 2
 
 
 def test_every_training_has_a_name_of_its_own():
@@ -286,3 +311,15 @@ def test_the_tables_in_the_docs_are_those_of_the_committed_rows():
     page = folder.with_suffix(".md").read_text()
     for table in tables(Results(read_folder(folder))):
         assert table.markdown() in page, f"docs/experiments/planets.md does not hold the table {table.title!r} of its rows"
+
+
+def test_the_verdict_knows_the_strongest_control():
+    main = tables(Results(read_folder(ROOT / "docs" / "experiments" / "planets")))[0]
+    against_first, against_best = verdict(main).split("Against the strongest control, the best inductive network of all:")
+    once, each = "meta-tailoring, w once a batch (0 steps)", "meta-tailoring, w after each inner step (0 steps)"
+    better, worse = (next(line for line in against_best.splitlines() if line.startswith(f"  {kind}: ")) for kind in ("better", "worse"))
+    assert once in against_first
+    assert "worse" not in against_first
+    assert once in worse
+    assert each in better
+    assert verdict(replace(main, rows=[(*row[:2], "", "", *row[4:]) for row in main.rows if row])).startswith("One seed")
