@@ -163,7 +163,7 @@ class Fitting(OwnNames):
                     error.add_note(_CALLED.format(self._name_of_loss, told(x)))
                     raise
         check_losses(losses, batch.queries if rows is None else len(rows))
-        if not batch.places.apart and rows is None and may_look() and batch.queries > 1 and losses.requires_grad:
+        if not batch.places.apart and batch.queries > 1 and rows is None and losses.requires_grad and may_look():
             self._refuse_mixing(batch, losses, state, taps)
         return self.adapt.reduce(losses)
 

@@ -191,8 +191,13 @@ def detached(state: State) -> State:
 
 
 def leaves(state: State, graph: bool) -> dict[str, Tensor]:
-    """The entries of a state of tensors, ready to be differentiated by; with `graph`, what they depend on stays known."""
-    return {name: t if graph and t.requires_grad else t.detach().requires_grad_() for name, t in state.items() if isinstance(t, Tensor)}
+    """The entries of a state of tensors, ready to be differentiated by; with `graph`, what they depend on stays known.
+
+    As views: the query itself may have come from the same tensors (a roll-out that carries its state on), and is held fixed.
+    """
+    return {
+        name: t.view_as(t) if graph and t.requires_grad else t.detach().requires_grad_() for name, t in state.items() if isinstance(t, Tensor)
+    }
 
 
 def take(state: State, rows: Tensor) -> State:
