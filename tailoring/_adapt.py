@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ._bound import Bound
 from ._casts import Pass, Site, Sited
-from ._channels import channel_dimension, default_names, is_last_hidden
+from ._channels import ask_layer, channel_dimension, default_names, is_last_hidden
 from ._inner import differentiate
 from ._sites import WHOLE, Around, At, Reading, check_at, describe, intercepted, matching
 from ._states import State, as_tensor
@@ -138,7 +139,7 @@ class CN(Adapter):
         refuse_checkpoints(s for s in seen if s.name in chosen)
         refuse_disorder(s for s in seen if s.name in chosen)
         sites = [
-            _site(s, seen, modules, channels=self.channels)
+            _site(s, seen, modules, channels=self.channels, ask=functools.partial(ask_layer, model, x))
             for s in seen
             if s.name in chosen and s.floating and (s.leaf == 0 or is_last_hidden(s, modules))
         ]
@@ -153,10 +154,17 @@ class CN(Adapter):
             raise ValueError(
                 f"no module {asked} runs in this forward pass{hint}; name the modules to adapt, the model has: {describe(modules)}"
             )
-        for s in sites:
-            if s is None:
-                raise ValueError(f"{self!r} chooses a module whose output has no row per query; the model has: {describe(modules)}")
-        return tuple(s for s in sites if s is not None)
+        found = tuple(s for s in sites if s is not None)
+        if len(found) < len(sites):
+            raise ValueError(f"{self!r} chooses a module whose output has no row per query; the model has: {describe(modules)}")
+        adapted = {s.module for s in found}
+        for entry in self.at:
+            if adapted.isdisjoint(chosen := matching((entry,), modules)):
+                raise ValueError(
+                    f"{', '.join(sorted(chosen))} of {self!r} cannot be adapted: it does not run when the model answers (a head that only "
+                    "the loss uses?), or has no output of real floating-point numbers"
+                )
+        return found
 
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         state: State = {}
@@ -236,10 +244,10 @@ def _refuse_half(ran: dict[str, int], sites: tuple[Site, ...]) -> None:
             )
 
 
-def _site(s: Seen, seen: list[Seen], modules: dict[str, nn.Module], channels: int | None) -> Site | None:
+def _site(s: Seen, seen: list[Seen], modules: dict[str, nn.Module], channels: int | None, ask: Callable[[Seen], int | None]) -> Site | None:
     if s.rows is None:
         return None
-    dim = channel_dimension(s, seen, modules) if channels is None else channels % len(s.shape)
+    dim = channel_dimension(s, seen, modules, ask) if channels is None else channels % len(s.shape)
     if dim == s.rows:
         raise ValueError(f"dimension {dim} of the output of {s.name!r} holds the queries and cannot hold the channels too")
     calls = 1 + max(other.call for other in seen if other.name == s.name)

@@ -25,6 +25,7 @@ _REMEDIES = (
     ((nn.RNNBase, nn.MultiheadAttention), "give it batch_first=True, or inputs with the sequence first, so that its rows are the queries"),
 )
 _GENERAL = "normalise, attend and average within a query only, never over the first dimension"
+_APART = "let every query's value depend on its own rows only"
 _VIEWS = "let several rows of a query follow each other in what the loss gives the model, x.repeat_interleave(k, 0), not torch.cat([x, x])"
 _SEEDED = "put dropout in eval mode and draw noise with tailoring.random from model.seeds"
 
@@ -66,70 +67,74 @@ class _Record:
 def check(model: nn.Module, x: Any, *, rtol: float = 1e-3, atol: float = 1e-5) -> Report:
     """Look for leakage between the queries of a model, and of its tailoring loss and adaptation if it is a `Tailored`.
 
-    One query of `x` is changed and the answers to all others are watched, module by module: the module named is the innermost
-    one whose inputs stayed the same for them while its output did not. The same is done for nothing changed at all (randomness).
+    One query of `x` is changed, the first and then the last, and the answers to all others are watched, module by module: the module named
+    is the innermost one whose inputs stayed the same for them while its output did not. The same is done for nothing changed at all
+    (randomness).
     """
     queries = count_rows(x)
     if queries < 2:
         raise ValueError(f"leakage between queries shows in a batch of at least two, not {queries}")
-    same = functools.partial(_same_rows, rows=torch.arange(1, queries), queries=queries, rtol=rtol, atol=atol)
-    everyone = functools.partial(_same_rows, rows=torch.arange(queries), queries=queries, rtol=rtol, atol=atol)
-    changed = _change_first(x)
+    compare = functools.partial(_same_rows, queries=queries, rtol=rtol, atol=atol)
+    everyone = functools.partial(compare, rows=torch.arange(queries))
+    changes = [  # the queries with one changed, and how the others are compared
+        (_change_one(x, 0, by=1), functools.partial(compare, rows=torch.arange(1, queries))),
+        (_change_one(x, -1, by=0), functools.partial(compare, rows=torch.arange(queries - 1))),
+    ]
     net = model.net if isinstance(model, Tailored) else model
     try:
         rows = {(s.name, s.call, s.leaf): s.rows for s in watch(net, x)}
     except ValueError:  # a model that mixes queries so that nothing can be told
         rows = {}
     with torch.no_grad(), untouched(net):
-        before, again, after = (_record(net, value, rows) for value in (x, x, changed))
+        before, again = (_record(net, x, rows) for _ in range(2))
         problems = [_find(before, again, everyone, "answers the same input differently each time", _SEEDED)]
-        if not any(problems):  # else the answers to all others change by themselves
-            problems.append(_find(before, after, same, "mixes the queries of a batch", _GENERAL))
+        for changed, same in changes:
+            if not any(problems):  # else the answers to all others change by themselves
+                problems.append(_find(before, _record(net, changed, rows), same, "mixes the queries of a batch", _GENERAL))
     if isinstance(model, Tailored) and not any(problems):
-        problems += _check_tailoring(model, x, changed, same, everyone)
+        problems += _check_tailoring(model, x, changes, everyone)
     return Report(tuple(p for p in problems if p is not None))
 
 
 def _check_tailoring(
-    model: Tailored, x: Any, changed: Any, same: Callable[..., bool], everyone: Callable[..., bool]
-) -> list[Problem | None]:
+    model: Tailored, x: Any, changes: list[tuple[Any, Callable[..., bool]]], everyone: Callable[..., bool]
+) -> list[Problem]:
     if model.adapt.rows(2) != 2:
         return [
             Problem(f"adaptation with {model.adapt!r}", "mixes the queries of a batch, by design", "use an adapter that serves each query")
         ]
-    name = getattr(model.loss, "__name__", type(model.loss).__name__)
+    loss = f"tailoring loss {getattr(model.loss, '__name__', type(model.loss).__name__)}"
     try:
-        start = model.trace(x).losses[:1].mT, model.trace(x).losses[:1].mT, model.trace(changed).losses[:1].mT
+        start, again, *others = ([model.trace(value).losses[:1].mT] for value in (x, x, *(changed for changed, _ in changes)))
     except MixingError:
-        return [Problem(f"tailoring loss {name}", "mixes the queries of a batch", _VIEWS)]
-    answers = [tensors(model(value)) for value in (x, changed)]
-    alone = [model(take_rows(x, slice(i, i + 1))) for i in range(count_rows(x))]
-    separately = tensors(cat_rows(alone, model._find_places(x).answer_rows))
-    if not everyone([start[0]], [start[1]]):
-        return [Problem(f"tailoring loss {name}", "gives the same query another value each time", _SEEDED)]
-    if not same([start[0]], [start[2]]):
-        return [Problem(f"tailoring loss {name}", "mixes the queries of a batch", "let every query's value depend on its own rows only")]
+        return [Problem(loss, "mixes the queries of a batch", f"{_APART}; {_VIEWS}")]
+    if not everyone(start, again):
+        return [Problem(loss, "gives the same query another value each time", _SEEDED)]
+    if not all(same(start, other) for (_, same), other in zip(changes, others, strict=True)):
+        return [Problem(loss, "mixes the queries of a batch", _APART)]
     what = f"adaptation with {model.adapt!r} and {model.rule!r}"
     remedy = "let an optimiser treat rows separately (no norm over the whole batch)"
-    if not same(answers[0], answers[1]):
+    answer = tensors(model(x))
+    if not all(same(answer, tensors(model(changed))) for changed, same in changes):
         return [Problem(what, "mixes the queries of a batch", remedy)]
-    if not everyone(answers[0], separately):
+    alone = [model(take_rows(x, slice(i, i + 1))) for i in range(count_rows(x))]
+    if not everyone(answer, tensors(cat_rows(alone, model._find_places(x).answer_rows))):
         return [Problem(what, "answers a query in a batch otherwise than alone", remedy)]
     return []
 
 
-def _change_first(x: Any) -> Any:
-    """The same queries but for the first, whose numbers are others."""
+def _change_one(x: Any, index: int, by: int) -> Any:
+    """The same queries but for one, whose numbers are others; whole ones those of the query `by`."""
 
     def change(t: Tensor) -> Tensor:
         if not t.ndim:
             return t
         t = t.clone()
         if t.is_floating_point():
-            noise = torch.randn(t[0].shape, generator=torch.Generator().manual_seed(0)).to(t)
-            t[0] += noise * t.float().std().nan_to_num(1.0).clamp(min=1e-3).to(t.dtype)
+            noise = torch.randn(t[index].shape, generator=torch.Generator().manual_seed(0)).to(t)
+            t[index] += noise * t.float().std().nan_to_num(1.0).clamp(min=1e-3).to(t.dtype)
         else:
-            t[0] = t[1]  # whole numbers keep to values that are known to be valid
+            t[index] = t[by]  # whole numbers keep to values that are known to be valid
         return t
 
     return map_tensors(change, x)
@@ -176,5 +181,6 @@ def _same_tensor(a: Tensor, b: Tensor, along: int | None, rows: Tensor, queries:
         along = next((d for d in range(min(a.ndim, 2)) if a.shape[d] and a.shape[d] % queries == 0), None)
     if along is None:  # nothing here belongs to a single query
         return True
+    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
     a, b = (t.movedim(along, 0).reshape(queries, -1)[rows.to(t.device)].detach().double() for t in (a, b))
     return torch.allclose(a, b, rtol=rtol, atol=atol * max(1.0, float(a.abs().max()) if a.numel() else 1.0), equal_nan=True)

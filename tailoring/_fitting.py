@@ -22,7 +22,7 @@ from ._recompute import recomputed
 from ._reuse import Reuse
 from ._sites import WHOLE, Reading
 from ._states import State, compact, device_of, rows_of, where
-from ._trees import as_call, model_call, take_rows, tensors, told
+from ._trees import as_call, model_call, take_rows, tensors, told, versions
 from ._untouched import untouched
 from ._validate import check_losses
 
@@ -98,7 +98,7 @@ class Fitting(OwnNames):
         """The inner loop on a batch, watching that nothing it still needs is changed between two steps."""
         rows = self.adapt.rows(batch.queries)
         needed = self._needed_unchanged()
-        versions = [p._version for p in needed]
+        before = versions(needed)
         start = self._identity(batch, rows) if batch.start is None else batch.start
         learned = batch.start is None and self.tailoring.wants_start  # then it may train between two steps, and is asked for afresh
         loop = descend(
@@ -114,7 +114,7 @@ class Fitting(OwnNames):
         for taken, moment in enumerate(loop):
             freed = _freed(moment.state) if needed else []
             yield moment
-            changed = versions != [p._version for p in needed]
+            changed = before != versions(needed)
             if taken < self.steps and (changed or freed):
                 what = "weights changed" if changed else "backward() freed the graph"
                 raise RuntimeError(
@@ -154,6 +154,8 @@ class Fitting(OwnNames):
         with batch.kernels or self._plain_kernels():
             bound = Bound(self.net, run, x, seeds, step, keep=once, shares=batch.rescued and rows is None)
             model = self.adapt.bind(bound)
+            first = not torch.compiler.is_compiling() and not batch.places.apart
+            before = versions(x) if first else None
             if torch.compiler.is_compiling():
                 losses = self.loss(model, *args, **kwargs)
             else:
@@ -162,6 +164,11 @@ class Fitting(OwnNames):
                 except (TypeError, AttributeError) as error:  # how one looks that was written for other arguments
                     error.add_note(_CALLED.format(self._name_of_loss, told(x)))
                     raise
+        if before is not None and before != versions(x):
+            raise ValueError(
+                f"the tailoring loss {self._name_of_loss} changes the query in place (x[...] = ..., x += ...), so every step, and the "
+                "answer, would see another one: let it make a new tensor"
+            )
         check_losses(losses, batch.queries if rows is None else len(rows))
         if not batch.places.apart and batch.queries > 1 and rows is None and losses.requires_grad and may_look():
             self._refuse_mixing(batch, losses, state, taps)

@@ -63,6 +63,11 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def versions(tree: Any) -> list[int]:
+    """They count up when a tensor is changed in place; those of inference mode do not count."""
+    return [0 if t.is_inference() else t._version for t in tensors(tree)]
+
+
 def first_tensor(tree: Any) -> Tensor:
     found = tensors(tree)
     if not found:

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 
 from ._kernels import plain_kernels
 from ._sites import StandIn, intercepted
-from ._trees import Call, map_tensors, model_call, tensors, told
+from ._trees import Call, map_tensors, model_call, tensors, told, versions
 from ._untouched import untouched
 
 
@@ -145,10 +145,10 @@ def _watch_once(model: nn.Module, call: Call, checkpointed: set[str] | None = No
         return out
 
     args, kwargs = call
-    versions = [t._version for t in tensors(call)]
+    before = versions(call)
     with intercepted([StandIn(module, functools.partial(note, name)) for name, module in model.named_modules()]):
         answers = {id(t) for t in tensors(model(*args, **kwargs))}
-    if versions != [t._version for t in tensors(call)]:
+    if before != versions(call):
         raise ValueError(
             "the model changes its input in place (x.sub_(...), x += ...), so every inner step would see another query: "
             "let it make a new tensor"

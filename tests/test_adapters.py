@@ -6,6 +6,7 @@ import pytest
 import torch
 from nets import BasicBlock, Recurrent, ResNet, architecture, drift, float_mlp, mlp, queries
 from torch import nn
+from torch.nn import functional as F
 
 from tailoring import CN, LBFGS, Shift, Tailored, Weights
 from tailoring.baselines import Output, Shared
@@ -69,6 +70,104 @@ def test_the_channels_are_found(layers, shape, channels):
     shape[channels] = 4
     expected = torch.stack([h * (1.0 + i) for i, h in enumerate(hidden)]) + torch.arange(4.0).reshape(shape)
     torch.testing.assert_close(CN().edit(hidden, site, state), expected)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """As torchvision and timm have it, for ConvNeXt."""
+
+    def forward(self, x):
+        return F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+class ChannelsFirst(nn.Module):
+    """As ConvNeXt's authors have it; a norm by its name."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x):
+        centred = x - x.mean(1, keepdim=True)
+        return self.weight[:, None, None] * centred / (centred.square().mean(1, keepdim=True) + 1e-6).sqrt() + self.bias[:, None, None]
+
+
+class LayerNormOfMine(ChannelsFirst):
+    def forward(self, x):
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias)
+
+
+class ChannelsFirstNorm(ChannelsFirst):
+    pass
+
+
+class Turned(nn.Module):
+    """A block of ConvNeXt's: linear layers within, the channels first without."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.norm, self.lin = nn.LayerNorm(channels), nn.Linear(channels, channels)
+
+    def forward(self, x):
+        return x + self.lin(self.norm(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "at", "dimension", "told_by"),
+    [
+        ([LayerNorm2d(6)], (), 1, "itself"),
+        ([ChannelsFirstNorm(6)], (), 1, "itself"),
+        ([nn.Conv2d(6, 6, 1), ChannelsFirstNorm(6)], ("1",), 1, "itself"),
+        ([nn.Conv2d(6, 6, 1), Turned(6)], (nn.LayerNorm,), 3, "itself"),
+        ([Turned(6)], ("0",), 1, "those before"),
+        ([Turned(6), nn.ReLU()], (nn.ReLU,), 1, "those before"),
+    ],
+    ids=["LayerNorm2d", "a plain module", "after a convolution", "within a block", "a block", "after a block"],
+)
+def test_layers_that_turn_their_input_have_the_channels_where_their_weights_are(layers, at, dimension, told_by):
+    pixels = [(5, 9), (9, 5), (6, 5)] + ([(5, 6), (6, 6)] if told_by == "itself" else [])
+    for shape in pixels:
+        (site,) = CN(*at).sites(nn.Sequential(*layers, nn.Conv2d(6, 2, 1)), torch.randn(2, 6, *shape))
+        assert (site.channels, site.shape) == (dimension, (6,)), shape
+
+
+@pytest.mark.parametrize("pixels", [6, 7])
+def test_a_users_layer_norm_of_the_last_dimension_is_one(pixels):
+    (site,) = CN().sites(nn.Sequential(nn.Linear(4, 6), LayerNormOfMine(6), nn.Linear(6, 2)), torch.randn(3, pixels, 4))
+    assert (site.channels, site.shape) == (2, (6,))
+
+
+class Normalizer(nn.Module):
+    def __init__(self, mean, std):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean))
+        self.register_buffer("std", torch.tensor(std))
+
+    def forward(self, x):
+        return (x - self.mean) / self.std
+
+
+def test_fixed_means_and_deviations_are_no_norm_layer():
+    net = nn.Sequential(Normalizer(300.0, 25.0), nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3), Normalizer(-12.0, 0.04))
+    assert names(CN(), net, torch.randn(2, 3)) == ["2"]
+
+
+class Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.act, self.rotation = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.act(self.body(x))
+
+
+@pytest.mark.parametrize("at", [("body", "rotation"), ("body", "rot*"), (nn.Tanh, "rotation")])
+def test_every_module_that_is_named_must_run(at):
+    with pytest.raises(ValueError, match=r"rotation of CN.* cannot be adapted: it does not run when the model answers"):
+        CN(*at).sites(Headed(), torch.randn(2, 3))
+
+
+def test_of_a_pattern_one_that_runs_will_do():
+    assert names(CN("body", "*t*"), Headed(), torch.randn(2, 3)) == ["body", "act"]
 
 
 def test_channels_can_be_told_and_must_be_where_nothing_tells():

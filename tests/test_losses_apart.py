@@ -114,3 +114,44 @@ def test_a_slope_that_is_no_number_tells_nothing():
     """The square root of 0 has none, in all rows: an answer, untailored, is better than an error."""
     model, x = Tailored(float_mlp(), lambda model, x: (model(x) - model(x).detach()).square().sum(1).sqrt()), torch.randn(5, 3)
     torch.testing.assert_close(model(x), model.net(x))
+
+
+@pytest.mark.parametrize("adapt", ADAPTERS, ids=repr)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_loss_must_leave_the_query_as_it_is(adapt, queries):
+    def masked(model, x):
+        x[:, ::2] = 0
+        return model(x).square().sum(1)
+
+    with pytest.raises(ValueError, match="the tailoring loss masked changes the query in place"):
+        Tailored(float_mlp(), masked, adapt=adapt)(torch.randn(queries, 3))
+
+
+class Imaginary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 4)
+
+    def forward(self, x):
+        h = self.lin(x)
+        return torch.complex(h, h - h.mean(0))
+
+
+class ToTheNext(nn.Module):
+    """Rows know of later ones only."""
+
+    def forward(self, x):
+        return x + torch.cat([x[1:], x[:1] * 0])
+
+
+@pytest.mark.parametrize("net", [Imaginary(), nn.Sequential(nn.Linear(3, 3), ToTheNext())], ids=["imaginary", "backwards"])
+def test_check_looks_at_all_parts_and_both_ways(net):
+    assert "mixes the queries" in str(check(net, torch.randn(4, 3)))
+
+
+def test_check_finds_a_loss_that_knows_later_queries():
+    def later(model, x):
+        return (model(x) - torch.cat([x[1:], x[-1:]])).square().sum(1)
+
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    assert "tailoring loss later: mixes the queries" in str(check(Tailored(net, later), torch.randn(4, 3)))
