@@ -56,6 +56,29 @@ class Places(NamedTuple):
     apart: list[bool]  # filled once it was asked whether the tailoring loss keeps the queries apart
 
 
+class Ways:
+    """Which ways a model has gone with numbers that all queries share, such as a time step: `if t > 0.5` may send the data elsewhere.
+
+    A few are looked at. If they all go one way, others are taken to do so too; else each is looked at.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[float, ...], Any] = {}
+        self.differ = False
+
+    def key(self, kind: Any, numbers: tuple[float, ...]) -> tuple[Any, tuple[float, ...]]:
+        """Under which the sites are known, or to be."""
+        return kind, numbers if self.differ or numbers in self.seen or len(self.seen) < _LOOKS else next(iter(self.seen))
+
+    def note(self, numbers: tuple[float, ...], way: Any) -> None:
+        self.differ = self.differ or any(way != other for other in self.seen.values())
+        if len(self.seen) < _LOOKS:
+            self.seen[numbers] = way
+
+
+_LOOKS = 8
+
+
 class Batch(NamedTuple):
     """A batch of queries on its way through the inner loop."""
 

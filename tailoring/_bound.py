@@ -21,7 +21,7 @@ _LISTING = (
 )
 
 
-def _is_mapped(t: Any) -> bool:
+def is_mapped(t: Any) -> bool:
     """Whether torch.func.vmap has made one of many out of it, be it below derivatives."""
     while isinstance(t, Tensor) and is_functorch_wrapped_tensor(t):
         if is_batchedtensor(t):
@@ -31,7 +31,7 @@ def _is_mapped(t: Any) -> bool:
 
 
 def _is_one_of(t: Tensor, queries: Tensor) -> bool:
-    return not _is_mapped(queries) and t.shape in (queries.shape[1:], (1, *queries.shape[1:]))
+    return not is_mapped(queries) and t.shape in (queries.shape[1:], (1, *queries.shape[1:]))
 
 
 class _InTurn(list["Bound"]):
@@ -77,7 +77,7 @@ class Bound:
         return self._answer(Reading(self._path) if self._path else WHOLE, args, kwargs)
 
     def _answer(self, reading: Reading, args: Any, kwargs: Any) -> Any:
-        if args and not torch.compiler.is_compiling() and _is_mapped(args[0]) and _is_one_of(args[0], first_tensor(self._query)):
+        if args and not torch.compiler.is_compiling() and is_mapped(args[0]) and _is_one_of(args[0], first_tensor(self._query)):
             raise ValueError(
                 "the tailoring loss maps the model over single queries by torch.func.vmap, which tells it nothing of whose state is meant: "
                 "call it on the whole batch, and differentiate it so, too: jacrev(lambda z: model(z).sum(0))(x)"
@@ -126,6 +126,8 @@ class Bound:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "forward":  # of any adapted module that is its call
+            return self
         value = getattr(self._module, name)
         if isinstance(value, nn.Module):
             return self._below(name, value)
@@ -141,11 +143,15 @@ class Bound:
             raise ValueError(f"the model's {method!r} is a generator, which runs after the loss has asked for it: let it return a list")
         return self._inside(value)
 
+    def bound(self, module: nn.Module) -> Any:
+        """One of the model's modules as adapted; any other as it is."""
+        path = next((name for name, own in self._module.named_modules() if own is module), None)
+        return module if path is None else self if path == "" else self._below(path, module)
+
     def _inside(self, value: Any) -> Any:
         """Modules of this one as bound ones, in lists and the like too."""
         if isinstance(value, nn.Module):
-            path = next((name for name, module in self._module.named_modules() if module is value), None)
-            return value if path is None else self if path == "" else self._below(path, value)
+            return self.bound(value)
         if type(value) in (list, tuple) and any(isinstance(part, nn.Module) for part in value):
             return type(value)(self._inside(part) for part in value)
         if type(value) is dict and any(isinstance(part, nn.Module) for part in value.values()):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ._fitting import MixingError
 from ._sites import StandIn, intercepted
+from ._states import in_parts
 from ._tailored import Tailored
 from ._trees import cat_rows, count_rows, map_tensors, model_call, take_rows, tensors
 from ._untouched import untouched
@@ -181,6 +182,6 @@ def _same_tensor(a: Tensor, b: Tensor, along: int | None, rows: Tensor, queries:
         along = next((d for d in range(min(a.ndim, 2)) if a.shape[d] and a.shape[d] % queries == 0), None)
     if along is None:  # nothing here belongs to a single query
         return True
-    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
+    a, b = (in_parts(t) for t in (a, b))
     a, b = (t.movedim(along, 0).reshape(queries, -1)[rows.to(t.device)].detach().double() for t in (a, b))
     return torch.allclose(a, b, rtol=rtol, atol=atol * max(1.0, float(a.abs().max()) if a.numel() else 1.0), equal_nan=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 from operator import mul
 from types import MappingProxyType
@@ -12,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from ._recurrent import unrolled_layers
+from ._bound import is_mapped
+from ._kernels import may_look
+from ._recurrent import cell_in_plain_operations, unrolled_layers
 from ._sites import Reading, StandIn, alone, intercepted
 from ._trees import copies_per_query, tensors
 
@@ -38,6 +43,8 @@ def call_with_copies(
     """
     if reading.method != "__call__":
         raise ValueError(f"the loss calls the method {reading.method!r}, which cannot run with copies of the weights: make it a submodule")
+    if parametrize._cache_enabled:
+        raise ValueError("within torch.nn.utils.parametrize.cached() every query would have the weights that are cached: leave that block")
     queries = next(iter(changes.values())).shape[0]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if any(isinstance(leaf, nn.utils.rnn.PackedSequence) for leaf in (*args, *kwargs.values())):
@@ -47,6 +54,7 @@ def call_with_copies(
     places = [place for place, dim in dims.items() if dim is not None]
     grouped = [_by_query(leaves[place], dims[place] or 0, queries) for place in places]
     found: list[Any] = []  # the output's structure, told by the run itself
+    shared_out = {leaf for leaf, dim in rows.items() if leaf >= 0 and dim is None}
 
     def one(own: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:
         filled = list(leaves)
@@ -57,7 +65,7 @@ def call_with_copies(
         if forward is None:
             out = reading(model, lambda module: functional_call(module, placed, own_args, own_kwargs, tie_weights=False))
         else:
-            bare = _Bare(model, forward)
+            bare = _Bare(model, cell_in_plain_operations(model, forward))
             out = functional_call(bare, {f"model.{place}": t for place, t in placed.items()}, own_args, own_kwargs, tie_weights=False)
         flat, out_spec = pytree.tree_flatten(out)
         found.append((flat, out_spec))
@@ -66,16 +74,49 @@ def call_with_copies(
                 f"no tensor is found in the {type(out).__name__} that the model answers, so those of all queries cannot be put together: "
                 "return tensors in tuples, lists or dicts, or register your class with torch.utils._pytree.register_dataclass"
             )
+        if not loop and any(is_mapped(t) for leaf, t in enumerate(tensors(flat)) if leaf in shared_out):
+            raise _not_by_row(tensors(flat), shared_out)
         return tensors(flat)
 
-    with alone():  # functional_call swaps the module's weights while it runs
+    with alone(), _as_they_were(model):  # functional_call swaps the module's weights while it runs
         shared = dict(model.named_parameters())
         slots = _slots(model, reading.path, changes)
         own = {name: _in_order(shared[name] + change) for name, change in changes.items()}
         results = _in_turn(one, own, *grouped) if loop else _at_once(model, one, own, *grouped)
     flat, out_spec = found[-1]
-    outputs = iter(_back(t, rows.get(leaf, 0) or 0) for leaf, t in enumerate(results))
+    if loop and may_look() and any(bool((results[leaf] != results[leaf][:1]).any()) for leaf in shared_out if leaf < len(results)):
+        raise _not_by_row(tensors(flat), shared_out)
+    for name in {type(t).__name__ for t in flat if not isinstance(t, Tensor) and hasattr(t, "__dict__")}:
+        warnings.warn(_OF_ONE_QUERY.format(name), stacklevel=2)
+    outputs = iter(t[0] if leaf in shared_out else _back(t, rows.get(leaf) or 0) for leaf, t in enumerate(results))
     return pytree.tree_unflatten([next(outputs) if isinstance(t, Tensor) else t for t in flat], out_spec)
+
+
+_OF_ONE_QUERY = (
+    "the model's answer holds a {}, in which with weights for each query is what one of them has left: do without it (use_cache=False of "
+    "a transformer), or register its class with torch.utils._pytree"
+)
+
+
+def _not_by_row(outputs: list[Tensor], shared: set[int]) -> ValueError:
+    shapes = ", ".join(str(tuple(outputs[leaf].shape)) for leaf in sorted(shared) if leaf < len(outputs))
+    return ValueError(
+        f"the model answers a tensor without a row for each query, shape {shapes}, that depends on the query's own weights: adapt others, "
+        "naming modules, Weights('encoder'), or let the model return it with a row for each query"
+    )
+
+
+@contextmanager
+def _as_they_were(model: nn.Module) -> Iterator[None]:
+    """Weights that hooks make from others (pruned ones, the old weight_norm) are left as they were made before."""
+    hooks = [(module, hook) for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    names = [(module, getattr(hook, "name", getattr(hook, "_tensor_name", None))) for module, hook in hooks]
+    made = [(module, name, module.__dict__[name]) for module, name in names if isinstance(name, str) and name in module.__dict__]
+    try:
+        yield
+    finally:
+        for module, name, t in made:
+            module.__dict__[name] = t
 
 
 def _in_order(t: Tensor) -> Tensor:
@@ -118,7 +159,8 @@ def _at_once(model: nn.Module, one: Callable[..., list[Tensor]], state: dict[str
             if "vmap" not in str(error) and "atching rule" not in str(error):
                 raise
             raise RuntimeError(
-                f"torch.func.vmap cannot run this model: {error}\nUse Weights(..., how='loop'), one query after another"
+                f"torch.func.vmap cannot run this model: {error}\nUse Weights(..., how='loop'), one query after another; or, if it writes "
+                "into zeros of its own, let it make them by x.new_zeros(...), not torch.zeros(...)"
             ) from error
 
 

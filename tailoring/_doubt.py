@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from ._kernels import plain_kernels
 from ._sites import Reading
 from ._states import State
 from ._taps import Taps
-from ._trees import map_tensors, model_call, tensors
+from ._trees import has_fractions, map_tensors, model_call, tensors
 from ._untouched import untouched
 from ._watch import first_and_another, unseen_by_checkpoints
 
@@ -36,7 +37,7 @@ def doubt(model: nn.Module, rules: Way, copies: Way, x: Any) -> str | None:
     with unseen_by_checkpoints(), untouched(model):
         if sum(p.numel() for p in model.parameters()) <= LARGEST_COPY:
             try:
-                doubled = copy.deepcopy(model).double()
+                doubled = copy.deepcopy(model)._apply(_double)
                 with _Reads(model) as reads:
                     found = tried(doubled, _in_double(rules), _in_double(copies), map_tensors(_double, x), 1e-4)
                 if not reads.any:
@@ -61,7 +62,8 @@ def tried(model: nn.Module, rules: Way, copies: Way, x: Any, share: float) -> st
         shapes = {s.key: s.shape for s in sites}
         return values.detach(), {name: states.dense(entry, shapes[name]) for name, entry in grads.items()}
 
-    with plain_kernels(model, graph=True):
+    with plain_kernels(model, graph=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is no concern to who takes the rules
         try:
             expected, gradient = run(copies)
         except NoGradientError:  # so there is nothing to compare
@@ -84,7 +86,7 @@ def tried(model: nn.Module, rules: Way, copies: Way, x: Any, share: float) -> st
 
 def _total(out: Any) -> Tensor:
     """Of all answers, each of which counts the same, whatever its unit."""
-    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors(out) if t.is_floating_point() or t.is_complex()]
+    parts = [states.in_parts(t) for t in tensors(out) if has_fractions(t)]
     parts = [t.double() / t.detach().double().abs().max().clamp(min=1e-300) for t in parts if t.numel()]
     return sum((t.sin().sum() for t in parts), torch.zeros((), dtype=torch.float64))
 
@@ -95,7 +97,7 @@ def _in_double(way: Way) -> Way:
 
 
 def _double(t: Tensor) -> Tensor:
-    return t.double() if t.is_floating_point() else t
+    return t.to(torch.promote_types(t.dtype, torch.float64)) if has_fractions(t) else t
 
 
 class _Reads(TorchDispatchMode):

@@ -33,6 +33,10 @@ _CALLED = (
     "The tailoring loss {!r} was called as loss(model, x), with the adapted model and {}; it gets no labels and no prediction, and sets no "
     "attribute of the model"
 )
+_TRANSFORMED = (
+    "tailoring: torch.func cannot transform a Tailored, which differentiates by torch.autograd itself. torch.autograd.grad and backward() "
+    "go through it, by its weights and by its inputs"
+)
 _MIXES = (
     "the tailoring loss {} makes one query's value depend on another query's state: let it depend on its own rows only. If it gives the "
     "model several rows of each query, these must follow each other: torch.stack([x, -x], 1).flatten(0, 1) or x.repeat_interleave(k, 0), "
@@ -134,7 +138,12 @@ class Fitting(OwnNames):
                 self._losses(batch, rows, step, state, keep=True)
         evaluate = functools.partial(self._losses, batch, rows, step)
         compute = functools.partial(self.adapt.gradient, evaluate, batch.places.sited.sites, state, (step, self.steps), graph)
-        return self._keeping_little(compute, batch, state) if self.recompute else compute()
+        try:
+            return self._keeping_little(compute, batch, state) if self.recompute else compute()
+        except RuntimeError as error:
+            if "functorch transform" in str(error):
+                error.add_note(_TRANSFORMED)
+            raise
 
     def _keeping_little(self, compute: Callable[[], tuple[Any, Any]], batch: Batch, state: State) -> tuple[Any, Any]:
         """`compute()`; with `recompute`, its graph keeps no activations. (A compiler decides itself what to keep.)"""

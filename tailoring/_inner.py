@@ -201,6 +201,6 @@ def reached(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str,
         raise NoGradientError(
             f"the tailoring loss does not depend on the state{f' {list(leaves)}' if leaves else ''}: call the model that the loss is given "
             "(not the original one), without detach() or no_grad(), and adapt modules that the loss can see; an autograd.grad within the "
-            "loss needs create_graph=True"
+            "loss needs create_graph=True; quantised layers have no gradient"
         )
     return found

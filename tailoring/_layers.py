@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps
-from ._trees import copies_per_query, repeat_rows
+from ._trees import copies_per_query, has_fractions, repeat_rows
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def _add_product(out: Tensor, given: Tensor, change: Entry, first: int, skip: in
         if torch.compiler.is_compiling() and given.is_floating_point() and given.shape[1] == 1:
             return _add_products_one_by_one(out, given, change, first)
         left, right = change.factors()  # (queries, rank, out), (queries, rank, in)
-        dots = torch.bmm(given, right.mT.to(given.dtype)) if right.is_floating_point() else given[:, :, None] == right[:, None, :]
+        dots = torch.bmm(given, right.mT.to(given.dtype)) if has_fractions(right) else given[:, :, None] == right[:, None, :]
         return torch.baddbmm(out, dots.to(out.dtype), _part(left, 2, first, out).to(out.dtype))  # sum_r left_r (right_r . h')
-    if not given.is_floating_point():  # a table that other layers share: (queries, rows of the table, out)
+    if not has_fractions(given):  # a table that other layers share: (queries, rows of the table, out)
         picked = torch.take_along_dim(change, given[..., None], 1)
         return out + (picked if skip is None else torch.where(given[..., None] == skip, picked.detach(), picked))
     change = _part(change.flatten(2), 1, first, out).to(out.dtype)

@@ -90,14 +90,24 @@ def _own_names(named: Iterator[tuple[str, Any]], prefix: str) -> Iterator[tuple[
         yield before + name.removeprefix(before).removeprefix("net."), value
 
 
+def _lent(module: OwnNames) -> dict[str, str]:
+    """What a loss holds of the model itself (a head), by its name there: the model saves it under its own."""
+    names = {id(t): name for named in (module.net.named_parameters(), module.net.named_buffers()) for name, t in named}
+    held = (module.tailoring.named_parameters(remove_duplicate=False), module.tailoring.named_buffers(remove_duplicate=False))
+    return {f"tailoring.{name}": names[id(t)] for named in held for name, t in named if id(t) in names}
+
+
 def _drop_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name in _lent(module):
+        state_dict.pop(prefix + name, None)
     before = f"{prefix}net."  # all are taken before any is put back: the model may have a `net`, too
     taken = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(before)}
     state_dict |= {prefix + key.removeprefix(before): value for key, value in taken.items()}
 
 
 def _add_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    taken: dict[str, Any] = {}
+    lent = {prefix + held: prefix + name for held, name in _lent(module).items()}
+    taken: dict[str, Any] = {held: state_dict[name] for held, name in lent.items() if name in state_dict}
     for key in [key for key in state_dict if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if name.startswith("tailoring.start.") and module.tailoring.wants_start:  # a start that this model has not made yet

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import _states as states
-from ._states import State, as_tensor, by_row, per_row
+from ._states import State, as_tensor, by_row, in_parts, per_row
 
 Rate = float | Sequence[float] | Tensor  # one for all steps, or one per step
 Rates = Rate | Mapping[str, Rate]  # one for all of the state, or by (pattern of) name
@@ -268,10 +268,12 @@ class LBFGS:
 
 
 def _flat(state: State) -> Tensor:
-    return torch.cat([by_row(as_tensor(t)) for t in state.values()], 1)
+    """(rows, all numbers of the row), real: a complex number is two of them, and its gradient those by its two parts."""
+    return torch.cat([by_row(in_parts(as_tensor(t))) for t in state.values()], 1)
 
 
 def _like(flat: Tensor, state: State) -> State:
-    shapes = {name: as_tensor(t).shape for name, t in state.items()}
+    shapes = {name: in_parts(as_tensor(t)).shape for name, t in state.items()}
     parts = flat.split([shape[1:].numel() for shape in shapes.values()], 1)
-    return {name: part.reshape(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
+    moved = {name: part.reshape(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
+    return {name: torch.complex(*t.unbind(-1)) if as_tensor(state[name]).is_complex() else t for name, t in moved.items()}

@@ -43,13 +43,42 @@ def is_patched(module: nn.Module) -> bool:
 
 @contextmanager
 def unrolled_layers(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model's RNN, GRU and LSTM layers compute step by step."""
+    """Within the block, the model's RNN, GRU and LSTM layers compute step by step, and its LSTM cells in plain operations."""
     with ExitStack() as stack:
         for layer in model.modules():
-            if isinstance(layer, nn.RNNBase):
+            if (forward := _in_plain_operations(layer, layer is model)) is not None:
                 stack.callback(restore_forward, layer, layer.__dict__.get("forward"))
-                layer.__dict__["forward"] = Unrolled(layer)
+                layer.__dict__["forward"] = forward
         yield
+
+
+def _in_plain_operations(layer: nn.Module, stood_in_for: bool) -> Callable[..., Any] | None:
+    """Another `forward` for the layer, if it needs one: vmap cannot run an LSTM cell's. One that the user has patched keeps its own.
+
+    In compiled code a stand-in for the layer runs while it is called with copies, and looks like a patch.
+    """
+    if isinstance(layer, nn.RNNBase):
+        return Unrolled(layer)
+    if not isinstance(layer, nn.LSTMCell) or type(layer).forward is not nn.LSTMCell.forward:
+        return None
+    if is_patched(layer) and not (stood_in_for and torch.compiler.is_compiling()):
+        return None
+    return functools.partial(_lstm_cell, layer)
+
+
+def cell_in_plain_operations(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The `forward` of a layer, or of an LSTM cell the same in plain operations."""
+    own = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", None)
+    if isinstance(layer, nn.LSTMCell) and own is nn.LSTMCell.forward:
+        return functools.partial(_lstm_cell, layer)
+    return forward
+
+
+def _lstm_cell(cell: nn.LSTMCell, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
+    zeros = input.new_zeros(*input.shape[:-1], cell.hidden_size)
+    state = (zeros, zeros) if hx is None else hx
+    given, recurrent = F.linear(input, cell.weight_ih, cell.bias_ih), F.linear(state[0], cell.weight_hh, cell.bias_hh)
+    return _lstm(given, recurrent, state)
 
 
 class Unrolled:

@@ -57,7 +57,7 @@ class LowRank:
     def dense(self, table: int = 0) -> Tensor:
         """The matrices themselves, (rows, out, in); of a table, which has `table` rows, (rows, in, out) as the table is."""
         left, right = self.factors()
-        if right.is_floating_point():
+        if has_fractions(right):
             with without_autocast(left):  # what is summed over steps must not be rounded at each
                 return torch.bmm(left.mT, right.to(left.dtype))  # `@` expands both first, in four operations more
         return torch.nn.functional.one_hot(right, table).to(left.dtype).mT @ left
@@ -67,6 +67,25 @@ class LowRank:
 
     def map_left(self, f: Callable[[Tensor], Tensor]) -> LowRank:
         return LowRank(tuple((key, f(left), right) for key, left, right in self.blocks))
+
+    # What one does with the entries of a state between two queries, whether they are tensors or these:
+
+    def detach(self) -> LowRank:
+        return pytree.tree_map(Tensor.detach, self)
+
+    def to(self, *args: Any, **kwargs: Any) -> LowRank:
+        """Elsewhere, or in another precision; indices stay whole numbers."""
+
+        def moved(t: Tensor) -> Tensor:
+            return t.to(*args, **kwargs) if has_fractions(t) else t.to(t.new_empty(0, dtype=torch.float32).to(*args, **kwargs).device)
+
+        return pytree.tree_map(moved, self)
+
+    def __getitem__(self, rows: Any) -> LowRank:
+        """The rows that a slice, a mask or indices choose."""
+        if isinstance(rows, int):
+            raise TypeError(f"a row is chosen as [{rows}:{rows + 1}], so that there are rows still")
+        return pytree.tree_map(lambda t: t[rows], self)
 
 
 pytree.register_pytree_node(
@@ -140,9 +159,9 @@ def compact(state: State) -> State:
 
 def _compact(entry: LowRank) -> Entry:
     left, right = entry.factors()
-    if right.is_floating_point() and products_pay(left.shape[1], left.shape[2], right.shape[2]):
-        return LowRank(((START, left, right),))
-    return entry.dense() if right.is_floating_point() else LowRank(((START, left, right),))
+    if has_fractions(right) and not products_pay(left.shape[1], left.shape[2], right.shape[2]):
+        return entry.dense()
+    return LowRank(((START, left, right),))
 
 
 def products_pay(rank: int, outputs: int, inputs: int) -> bool:
@@ -196,7 +215,9 @@ def leaves(state: State, graph: bool) -> dict[str, Tensor]:
     As views: the query itself may have come from the same tensors (a roll-out that carries its state on), and is held fixed.
     """
     return {
-        name: t.view_as(t) if graph and t.requires_grad else t.detach().requires_grad_() for name, t in state.items() if isinstance(t, Tensor)
+        name: t.view_as(t) if graph and t.requires_grad else t.detach().requires_grad_()
+        for name, t in state.items()
+        if isinstance(t, Tensor)
     }
 
 
@@ -251,8 +272,7 @@ def _masked(rows: Tensor, entry: LowRank) -> LowRank:
 
 def finite(state: State) -> Tensor:
     """(rows,): whether every number of the row is finite, told by their sum (in which nan and inf stay)."""
-    numbers = [t.detach() for t in pytree.tree_leaves(state) if t.numel() and has_fractions(t)]
-    numbers = [torch.view_as_real(t) if t.is_complex() else t for t in numbers]
+    numbers = [in_parts(t.detach()) for t in pytree.tree_leaves(state) if t.numel() and has_fractions(t)]
     if not numbers:
         return torch.ones(rows_of(state), dtype=torch.bool, device=device_of(state))
     wide = torch.promote_types(numbers[0].dtype, torch.float32)
@@ -287,7 +307,7 @@ def square_norms(state: State) -> Tensor:
 
 
 def dots(a: State, b: State) -> Tensor:
-    """(rows,): the scalar product of each row of the one with the same row of the other."""
+    """(rows,): the scalar product of each row of the one with the same row of the other; a complex number counts as its two parts."""
     parts = [_dots(entry, b[name]) for name, entry in a.items()]
     return torch.stack(parts).sum(0)
 
@@ -303,17 +323,16 @@ def _dots(a: Entry, b: Entry) -> Tensor:
 def _dots_of_products(a: LowRank, b: LowRank) -> Tensor:
     """Of matrices in outer products without building them: sum_rs (left_r . other left_s) (right_r . other right_s)."""
     (left, right), (other_left, other_right) = a.factors(), b.factors()
-    floating = right.is_floating_point()
-    gram = right @ other_right.mT if floating else (right[:, :, None] == other_right[:, None, :]).to(left.dtype)
-    return ((left @ other_left.mT) * gram).sum((1, 2))
+    gram = right @ other_right.mH if has_fractions(right) else (right[:, :, None] == other_right[:, None, :]).to(left.dtype)
+    return ((left @ other_left.mH) * gram).sum((1, 2)).real
 
 
 def _square_norms(entry: Entry) -> Tensor:
     if isinstance(entry, Tensor):
-        return by_row(entry.abs() if entry.is_complex() else entry).square().sum(1)
+        return by_row(squares(entry)).sum(1)
     left, right = entry.factors()
-    if left.shape[1] == 1 and right.is_floating_point():
-        return left.flatten(1).square().sum(1) * right.flatten(1).square().sum(1)
+    if left.shape[1] == 1 and has_fractions(right):
+        return squares(left).flatten(1).sum(1) * squares(right).flatten(1).sum(1)
     return _dots_of_products(entry, entry)
 
 
@@ -329,6 +348,16 @@ def _largest(entry: Entry) -> Tensor:
     if left.shape[1] == 0:
         return left.new_zeros(len(left))
     return left.amax(1) * (right.amax(1) if right.is_floating_point() else entry.rank)
+
+
+def in_parts(t: Tensor) -> Tensor:
+    """Complex numbers by their two parts, in a last dimension; real ones as they are."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def squares(t: Tensor) -> Tensor:
+    """|t|^2 of every number, real. (By `abs`, that of a complex 0 would have no second derivative.)"""
+    return t.real.square() + t.imag.square() if t.is_complex() else t.square()
 
 
 def by_row(t: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ._adapt import CN, Adapter
-from ._batch import Batch, Places, Starts, Trace, all_finite, in_inference_mode, leaves_inference_mode
+from ._batch import Batch, Places, Starts, Trace, Ways, all_finite, in_inference_mode, leaves_inference_mode
+from ._bound import Bound
 from ._casts import sited
 from ._compiled import Compiled
 from ._fitting import Fitting, Loss
@@ -22,7 +23,7 @@ from ._learned import Learned
 from ._optimisers import LBFGS, Descent, Functional, Rates
 from ._recurrent import NEEDS_TRACEABLE, make_traceable
 from ._reuse import Reuse, find_prefix, held_by, multiplications, worth_keeping
-from ._sites import alone
+from ._sites import Reading, alone
 from ._states import State, compact
 from ._trees import (
     Inputs,
@@ -32,7 +33,7 @@ from ._trees import (
     split_rows,
 )
 from ._validate import check_settings, check_state, refuse_mixing_modules
-from ._watch import watch
+from ._watch import watch, watching_once
 
 Kind = tuple[Any, ...]
 
@@ -109,6 +110,7 @@ class Tailored(Fitting):
         self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self.register_load_state_dict_post_hook(_take_rates)
         self._places: dict[Any, Places] = {}
+        self._ways: dict[Any, Ways] = {}
         self._traced: tuple[tuple[Kind, Places], ...] = ()  # those that compiled code knows, by kind of input
         self._starts = Starts()
         self._structure: Structure | None = None
@@ -146,6 +148,18 @@ class Tailored(Fitting):
         batch = Batch(x, count_rows(x), self._find_places(x, structure), kernels=structure and self._plain_kernels(structure))
         check_state(state, self._identity(batch, 1))
         return self._keeping_little(lambda: self._answer(batch, state), batch, state)[0]
+
+    def adapted(self, x: Any, state: State) -> Bound:
+        """The model with a state from before, as a loss is given it: its features, methods and submodules, at `x` or `queries * k` rows."""
+        structure = self._find_structure()
+        batch = Batch(x, count_rows(x), self._find_places(x, structure))
+        check_state(state, self._identity(batch, 1))
+
+        def run(reading: Reading, args: Any, kwargs: Any) -> Any:
+            with self._plain_kernels():
+                return self._call(batch, state, None, False, None, reading, args, kwargs)
+
+        return self.adapt.bind(Bound(self.net, run, x, None, self.steps))
 
     @leaves_inference_mode
     def trace(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Trace:
@@ -236,11 +250,10 @@ class Tailored(Fitting):
         with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
             structure = self._find_structure()
             assert structure is not None, "compiled code does not come here"
-            key = self._key(x, structure)
-            places = self._places.get(key)
-            if places is None or not self._prepared:
+            key, known = self._key(x, structure), len(self._places)
+            places = self._find_places(x, structure, key)
+            if len(self._places) != known or not self._prepared:
                 self._batches(x)  # what it refuses must be refused here, with its own words
-                places = self._places[key]
             if not places.apart and count_rows(x) > 1:
                 self._try_loss(x, places)
             if self._compiled is None or not self._prepared:
@@ -309,14 +322,18 @@ class Tailored(Fitting):
             prefix = prefix if any(weights[name] for name in prefix) else {}  # else nothing but activation functions is left
         return Reuse(self.net, prefix) if prefix else None
 
-    def _find_places(self, x: Any, structure: Structure | None = None) -> Places:
+    def _find_places(self, x: Any, structure: Structure | None = None, key: Any = None) -> Places:
         structure = structure or self._find_structure()
         if structure is None:
             return self._find_traced(x)
-        key = self._key(x, structure)
+        key = key or self._key(x, structure)
+        numbers = _numbers(x)
+        if numbers:
+            key = self._ways.setdefault(key, Ways()).key(key, numbers)
         places = self._places.get(key)
         if places is None:
-            here, seen = sited(self.net, self.adapt.sites(self.net, x)), watch(self.net, x)
+            with watching_once():
+                here, seen = sited(self.net, self.adapt.sites(self.net, x)), watch(self.net, x)
             if isinstance(self.rule, Descent) and isinstance(self.rule.lr, Mapping):
                 self.rule.check_names(list(self.adapt.init(self.net, here.sites, 1)))
             prefix = find_prefix(self.adapt, here, seen, x)
@@ -325,7 +342,9 @@ class Tailored(Fitting):
                 warnings.warn(_UNSEEN, stacklevel=2)
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
             places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row, [])
-            while len(self._places) > _MOST_PLACES:
+            if numbers:
+                self._ways[key[0]].note(numbers, tuple((s.name, s.call) for s in seen))
+            while len(self._places) >= _MOST_PLACES:
                 del self._places[next(iter(self._places))]
             self._places[key] = places
             self._traced = self._traced or ((_kind(x), places),)
@@ -345,11 +364,14 @@ class Tailored(Fitting):
 
     def _forget_places(self) -> None:
         self._places.clear()
+        self._ways.clear()
         self._traced = ()
 
     def _find_structure(self) -> Structure | None:
         """The model's modules, as they are now: None in compiled code. What was known of a model with other ones is forgotten."""
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                raise RuntimeError(_NOT_EXPORTED)
             return None
         structure = structure_of(self.net, self._structure)
         if structure is not self._structure:
@@ -382,15 +404,26 @@ def _kind(x: Any) -> Kind:
 
 
 def _told(leaf: Any) -> Any:
-    """Of a number that is measured rather than counted, its type alone: a time step, which may be another at every call."""
+    """Of a number that is measured rather than counted, its type alone: a time step, which may be another at every call (see `Ways`)."""
     return float if isinstance(leaf, float) else repr(leaf)
 
 
+def _numbers(x: Any) -> tuple[float, ...]:
+    """What is measured rather than counted, and shared by all queries. (Of a GPU's numbers it would have to be waited for.)"""
+    if isinstance(x, Tensor):
+        return ()
+    leaves = (t.item() if isinstance(t, Tensor) and not t.ndim and t.is_cpu and t.is_floating_point() else t for t in pytree.tree_leaves(x))
+    return tuple(leaf for leaf in leaves if isinstance(leaf, float))
+
+
 _OF_THE_DESCENT = {"lr", "momentum", "clip", "proximal"}
-_MOST_PLACES = 64  # kinds of inputs that are remembered
+_MOST_PLACES = 1024  # kinds of inputs that are remembered; to look at one takes as long as ten answers
 _TOO_MANY = (
     "this model asked for more programs than are kept, and answers in eager mode from now on: is it called with a number that is another "
     "at every call? Give that as a tensor, one for each query"
+)
+_NOT_EXPORTED = (
+    "torch.export cannot take a model that differentiates itself to answer: export the model it wraps, model.net, or compile this one"
 )
 _UNSEEN = (
     "no tensor is found in the model's answer, so an answer that is not finite goes unnoticed: return tensors in tuples, lists or dicts, "

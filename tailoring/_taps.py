@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ._states import LowRank, without_autocast
+from ._trees import has_fractions
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Tap:
 
     @property
     def is_table(self) -> bool:
-        return not self.given.is_floating_point()
+        return not has_fractions(self.given)
 
     @property
     def outputs(self) -> int:
@@ -48,12 +49,12 @@ class Tap:
     def factors(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the weight in outer products, (left, right), given that of the outputs, (queries, rows, out)."""
         g = g if self.skip is None else g * (self.given != self.skip)[..., None]
-        return self._all_outputs(g), self.given
+        return self._all_outputs(g), self._conjugate
 
     def matrices(self, g: Tensor) -> Tensor:
         """The same as it is, (queries, out, in)."""
         if self.groups > 1:
-            g, given = (t.unflatten(-1, (self.groups, -1)) for t in (g, self.given.to(g.dtype)))
+            g, given = (t.unflatten(-1, (self.groups, -1)) for t in (g, self._conjugate.to(g.dtype)))
             with without_autocast(g):
                 return torch.einsum("qpgo,qpgi->qgoi", g, given).flatten(1, 2)
         return LowRank(((0, *self.factors(g)),)).dense()
@@ -61,6 +62,11 @@ class Tap:
     def offsets(self, g: Tensor) -> Tensor:
         """The gradient of the bias, (queries, out)."""
         return self._all_outputs(g.sum(1))
+
+    @property
+    def _conjugate(self) -> Tensor:
+        """Of complex numbers the gradient is g h^H; of all others, the conjugate is `given` itself."""
+        return torch.conj_physical(self.given) if self.given.is_complex() else self.given
 
     def _all_outputs(self, g: Tensor) -> Tensor:
         missing = self.outputs - g.shape[-1]

@@ -75,6 +75,9 @@ def first_tensor(tree: Any) -> Tensor:
     return found[0]
 
 
+UNUSUAL = "the input holds {}, whose rows cannot be told apart: give a dense one (pad sequences of different lengths, with a mask)"
+
+
 def told(x: Any) -> str:
     """What an input is, for a message."""
     if isinstance(x, Tensor):
@@ -96,7 +99,10 @@ def map_tensors(f: Callable[[Tensor], Tensor], tree: Any) -> Any:
 def count_rows(tree: Any) -> int:
     """The rows of a tree: the common first dimension of its tensors (numbers and 0-d tensors are shared by all rows)."""
     if isinstance(tree, Tensor) and tree.ndim:
-        return tree.shape[0]
+        try:
+            return tree.shape[0]
+        except RuntimeError:
+            raise ValueError(UNUSUAL.format("a nested tensor")) from None
     rowed = [t for t in tensors(tree) if t.ndim]
     if not rowed:
         hint = "; torch.from_numpy makes one of an array" if type(tree).__module__ == "numpy" else ""
@@ -104,7 +110,8 @@ def count_rows(tree: Any) -> int:
     if any(t.shape[0] != rowed[0].shape[0] for t in rowed):
         raise ValueError(
             f"every input tensor needs one row per query, but the shapes are {shapes(tree)}; "
-            "what all queries share (grids, graphs) belongs into the model, as a buffer"
+            "what all queries share (grids, graphs) belongs into the model, as a buffer; what has the queries elsewhere (a recurrent "
+            "layer's start) is given with them first, and turned by a module around the model"
         )
     return rowed[0].shape[0]
 
@@ -134,7 +141,8 @@ def cat_rows(trees: Sequence[Any], dims: Mapping[int, int | None] = MappingProxy
             joined.append(leaves[0])
         else:
             raise TypeError(
-                f"cannot join the parts of a {type(leaves[0]).__name__}: answer with tensors, in tuples or dicts, or do without chunk="
+                f"cannot join the parts of a {type(leaves[0]).__name__}: answer with tensors, in tuples or dicts (use_cache=False of a "
+                "transformer), or do without chunk="
             )
     return pytree.tree_unflatten(joined, pytree.tree_structure(trees[0]))
 

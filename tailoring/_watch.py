@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils import checkpoint
 
 from ._kernels import plain_kernels
 from ._sites import StandIn, intercepted
-from ._trees import Call, map_tensors, model_call, tensors, told, versions
+from ._trees import UNUSUAL, Call, map_tensors, model_call, tensors, told, versions
 from ._untouched import untouched
 
 
@@ -44,21 +45,61 @@ def watch(model: nn.Module, x: Any, rerun: set[int] | None = None) -> list[Seen]
     """Every module's inputs and outputs in the order in which the outputs arrive, from three small trial passes.
 
     Two copies of the first query, then three: the dimension that holds the queries is the one that grows. Then two different
-    queries, in either order: the rows of each must stand where it stands. `rerun` takes the ids of the parameters that functions are
-    given within `torch.utils.checkpoint`.
+    queries, in either order: the rows of each must stand where it stands, which they cannot in a module that only some queries are sent
+    to. `rerun` takes the ids of the parameters that functions are given within `torch.utils.checkpoint`.
     """
+    known, here = _once.seen, (id(model), id(x), rerun is None)
+    if known is not None and here in known:
+        seen, ids = known[here]
+    else:
+        ids = None if rerun is None else set[int]()
+        seen = _look(model, x, ids)
+        if known is not None:
+            known[here] = known[*here[:2], True] = seen, ids
+    if rerun is not None and ids is not None:
+        rerun |= ids
+    return seen
+
+
+class _Once(threading.local):
+    seen: dict[tuple[int, int, bool], tuple[list[Seen], set[int] | None]] | None = None
+
+
+_once = _Once()
+
+
+@contextmanager
+def watching_once() -> Iterator[None]:
+    """Within the block the trials of a model on an input are made once, whoever asks; neither may change meanwhile."""
+    before, _once.seen = _once.seen, {}
+    try:
+        yield
+    finally:
+        _once.seen = before
+
+
+def _look(model: nn.Module, x: Any, rerun: set[int] | None) -> list[Seen]:
+    for t in tensors(x):
+        if t.is_meta:
+            raise ValueError("the input is on the meta device, which holds no numbers, and tailoring needs them")
+        if t.is_nested or t.layout is not torch.strided:
+            raise ValueError(UNUSUAL.format("a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"))
     checkpointed: set[str] = set()
     try:
         two, three, other, swapped = _trials(model, x, rerun, checkpointed)
     except Exception as error:
         error.add_note(f"This was a first look at the model, with copies of the first query of {told(x)}{_hint(x)}")
         raise
-    if [key for key, *_ in two] != [key for key, *_ in three] or not len(two) == len(other) == len(swapped):
-        raise ValueError("the model calls its modules differently for batches of two and of three queries: its queries are not independent")
+    if [key for key, *_ in two] != [key for key, *_ in three]:
+        raise ValueError(
+            "the model calls its modules otherwise for three copies of a query than for two: what it does depends on how many queries "
+            "there are, or on the calls before"
+        )
+    others, turned = ({key: t for key, t, _ in log} for log in (other, swapped))
     seen = []
-    for (key, a, is_answer), (_, b, _), (_, c, _), (_, d, _) in zip(two, three, other, swapped, strict=True):
+    for (key, a, is_answer), (_, b, _) in zip(two, three, strict=True):
         rows = _row_dimension(a.shape, b.shape)
-        in_order = rows is None or _in_order(a, c, d, rows)
+        in_order = rows is None or (key in others and key in turned and _in_order(a, others[key], turned[key], rows))
         seen.append(Seen(*key, rows, tuple(a.shape), a.is_floating_point(), a.dtype, is_answer, in_order, key[0] in checkpointed))
     return seen
 

@@ -39,7 +39,7 @@ class Weights(Adapter):
 
     With `how="rules"` linear layers, convolutions, embeddings and attention keep that as the outer products it is a sum of and never
     build a query's own matrix, unless that is the smaller; what has no rule runs under `torch.func.vmap`. `how="vmap"` runs the whole
-    model so, and `how="loop"` runs it once for each query: as exact, slower, and asking for nothing.
+    model so, and `how="loop"` runs it once for each query: as exact, slower, and with nearly any model.
     """
 
     plain_kernels = True  # vmap has no rule for fused attention

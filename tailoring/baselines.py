@@ -57,7 +57,8 @@ class _AnswersOnly(Bound):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return self._refuse(f"uses {name!r}") if isinstance(value, Bound) or callable(value) else value
+        other = value is not self and (isinstance(value, Bound) or callable(value))
+        return self._refuse(f"uses {name!r}") if other else value
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(

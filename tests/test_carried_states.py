@@ -50,3 +50,54 @@ def test_the_whole_gradient_is_that_of_the_whole_roll_out(adapt):
 
     ahead, behind = moved(1e-6), moved(-2e-6)
     assert slope == pytest.approx((ahead - behind) / 2e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize("adapt", ADAPTERS, ids=repr)
+def test_the_adapted_model_is_there_for_more_than_its_answer(adapt):
+    net, x = network(), queries()
+    model = Tailored(net, drift, adapt=adapt, steps=2, lr=0.1)
+    state = model.tailor(x)
+    own = model.adapted(x, state)
+    torch.testing.assert_close(own(x), model(x))
+    features = own.output_of("2", x)
+    assert (features - net[:3](x)).abs().max() > 1e-3
+    if not isinstance(adapt, Weights):
+        torch.testing.assert_close(net[3](features), model(x))
+    views = torch.stack([x, -x], 1).flatten(0, 1)
+    torch.testing.assert_close(own(views), model.predict(views, state))
+    with pytest.raises(ValueError, match="a state of this model has the names"):
+        model.adapted(x, {"other": torch.ones(5, 1)})
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.lin, self.act, self.last = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.act(self.lin(self.table(x))).mean(1))
+
+
+@pytest.mark.parametrize("adapt", [CN(), Weights(), Weights(how="vmap")], ids=repr)
+def test_states_are_cut_moved_and_held_fast_entry_by_entry(adapt):
+    model = Tailored(Words(), lambda m, x: m(x).square().sum(1), adapt=adapt, steps=2, lr=0.1, backprop="all")
+    x = torch.randint(7, (5, 4), generator=torch.Generator().manual_seed(0))
+    state = model.tailor(x)
+    fixed = {name: entry.detach() for name, entry in state.items()}
+    assert model.predict(x, state).requires_grad
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert not model.predict(x, fixed).requires_grad
+    for rows in (slice(1, 4), torch.tensor([4, 0]), torch.arange(5) > 2):
+        torch.testing.assert_close(
+            model.predict(x[rows], {name: entry[rows] for name, entry in fixed.items()}), model.predict(x, fixed)[rows]
+        )
+    model.double()
+    moved = {name: entry.to(torch.float64) for name, entry in fixed.items()}
+    torch.testing.assert_close(model.predict(x, moved), model.predict(x, {name: entry.to("cpu") for name, entry in moved.items()}))
+
+
+def test_a_single_row_is_a_slice():
+    model = Tailored(network(), drift, adapt=Weights())
+    with pytest.raises(TypeError, match=r"a row is chosen as \[2:3\]"):
+        model.tailor(queries())["0.weight"][2]

@@ -361,3 +361,40 @@ def test_a_model_that_saves_something_as_tailoring_is_refused():
             Tailored(model, drift)
     within = Tailored(Tailored(mlp(), drift, adapt=CN(nn.Tanh)), drift, adapt=CN("1"))
     within.load_state_dict(within.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (lambda: torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged), "a nested tensor, whose rows"),
+        (lambda: torch.eye(4).double().to_sparse(), "layout torch.sparse_coo"),
+        (lambda: torch.empty(3, 4, device="meta", dtype=torch.float64), "on the meta device"),
+    ],
+    ids=["nested", "sparse", "meta"],
+)
+def test_inputs_that_are_no_dense_numbers_are_told(x, words):
+    with pytest.raises(ValueError, match=words):
+        tailored()(x())
+
+
+@pytest.mark.parametrize("transform", [lambda m: torch.func.grad(lambda x: m(x).sum()), jacrev, vmap], ids=["grad", "jacrev", "vmap"])
+@pytest.mark.parametrize("adapt", [CN(nn.Tanh), Weights(how="vmap"), Shift("1")], ids=repr)
+def test_transforms_of_a_tailored_model_are_told(transform, adapt):
+    model, x = tailored(adapt=adapt), queries()
+    model(x)
+    with pytest.raises(RuntimeError) as caught:
+        transform(model)(x[None] if transform is vmap else x)
+    assert any("torch.func cannot transform a Tailored" in note for note in caught.value.__notes__)
+
+
+def test_to_export_it_is_refused():
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = tailored()
+
+        def forward(self, x):
+            return self.model(x)
+
+    with pytest.raises(RuntimeError, match=r"torch\.export cannot take"):
+        torch.export.export(Around(), (queries(),), strict=False)

@@ -135,3 +135,11 @@ def test_a_loss_cannot_change_the_model_without_a_word():
     for adapt in (CN(), Weights(), baselines.Output()):
         with pytest.raises(AttributeError, match="'features'"):
             Tailored(float_mlp(), change, adapt=adapt)(torch.randn(4, 3))
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("adapt", [CN(), Weights(), Weights(how="vmap"), Weights(how="loop"), baselines.Output()], ids=repr)
+def test_forward_is_the_call(adapt):
+    net, x = float_mlp(), torch.randn(4, 3)
+    by_name, by_call = (Tailored(net, loss, adapt=adapt, lr=0.1)(x) for loss in (lambda m, x: size(m.forward, x), size))
+    torch.testing.assert_close(by_name, by_call)

@@ -128,3 +128,43 @@ def test_a_loss_with_too_many_dimensions_is_told_which_to_sum():
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
     with pytest.raises(ValueError, match=r"but its shape is \(4, 2\); sum over all other dimensions"):
         Tailored(net, lambda model, x: model(x).square())(x)
+
+
+class Routed(nn.Module):
+    """Each query goes to one of three experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.gate = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)) for _ in range(3))
+
+    def forward(self, x):
+        h = self.norm(self.first(x))
+        weights = self.gate(h).softmax(1)
+        chosen, out = weights.argmax(1), h.new_zeros(len(x), 2)
+        for k, expert in enumerate(self.experts):
+            rows = (chosen == k).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, weights[rows, k : k + 1] * expert(h[rows]))
+        return out
+
+
+@pytest.mark.parametrize(
+    "adapt", [CN("norm"), CN("first"), Shift("norm"), Weights("norm"), Weights("first", "norm"), Weights(how="loop")], ids=repr
+)
+def test_what_all_queries_go_through_is_adapted_wherever_they_go_then(adapt):
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model, x = Tailored(Routed(), size, adapt=adapt, steps=2, lr=0.05), torch.randn(6, 3)
+        torch.testing.assert_close(model(x), torch.cat([model(query[None]) for query in x]))
+
+
+@pytest.mark.filterwarnings("ignore:Weights runs all of this model")
+@pytest.mark.parametrize("adapt", [CN("experts.0.1"), Weights("experts.0")], ids=repr)
+@pytest.mark.parametrize("seed", range(6))
+def test_an_expert_is_refused(adapt, seed):
+    """At the first look, or when it is given some of the rows."""
+    torch.manual_seed(seed)
+    model, x = Tailored(Routed(), size, adapt=adapt, lr=0.05), torch.randn(6, 3)
+    with pytest.raises((ValueError, RuntimeError)):
+        model(x)

@@ -8,7 +8,7 @@ from nets import data, small, to_one
 from torch import nn
 from torch.func import jacrev
 
-from tailoring import Tailored, losses, theory
+from tailoring import Shift, Tailored, Weights, losses, theory
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -86,3 +86,12 @@ def test_the_theorem_asks_for_an_activation_between_any_two_layers(layers):
     views = torch.stack([angles.cos(), angles.sin()], 1)
     assert "one activation between any two" in str(theory.conditions(nn.Sequential(*layers).double(), views))
     assert theory.conditions(nn.Sequential(nn.Linear(2, 8), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(8, 1)).double().eval(), views)
+
+
+@pytest.mark.parametrize("adapt", [Weights("0", how="loop"), Weights("0", "2", how="vmap"), Shift("1")], ids=repr)
+def test_any_adapter_with_tensors_is_compared_with_all_weights(adapt):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double(), torch.randn(2, 3).double()
+    found = theory.enough(net, lambda model, x: model(x).square().sum(1), x, adapt=adapt)
+    assert found
+    assert found.rank.tolist() == [2, 2]

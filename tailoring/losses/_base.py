@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._bound import Bound
 from .._trees import first_tensor
 
 Features = str | Callable[..., Tensor] | None  # a module's name, a function features(model, x), or None: the prediction
+
+
+def of_model(model: Any, module: nn.Module) -> Any:
+    """A module that a loss holds: as adapted, if it is one of the model's."""
+    return model.bound(module) if isinstance(model, Bound) else module
 
 
 class Loss(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import random
 from .._kernels import plain_kernels
 from .._sites import Reading, describe
+from .._states import squares
 from .._trees import first_tensor, model_call, repeat_rows
 from .._validate import refuse_mixing_modules
 from ._base import Features, Loss, class_logits, entropy, floored, read
@@ -33,7 +34,7 @@ class Entropy(Loss):
 class Align(Loss):
     """The channel means and deviations of a query's features must be those of the training set.
 
-        loss = mean over channels of ((mean - mu) / s)^2 + ((std - s) / s)^2
+        loss = mean over channels of |(mean - mu) / s|^2 + ((std - s) / s)^2
 
     Features are (queries, C, positions...), statistics over the positions. `Align.measured` finds mu and s.
     """
@@ -67,13 +68,14 @@ class Align(Loss):
             totals, count = totals.to(statistics) + statistics, count + len(features)
         if not count:
             raise ValueError("no batch to measure the statistics on")
-        return cls(*(totals / count), at=at)
+        mean, std = totals / count
+        return cls(mean, std.real, at=at)  # beside complex means deviations are complex, too
 
     def forward(self, model: Any, x: Any) -> Tensor:
         mean, std = _statistics(read(model, self.at, x))
         if mean.shape[1] != len(self.mean):
             raise ValueError(f"Align has the statistics of {len(self.mean)} channels, but the features have {mean.shape[1]}")
-        return (((mean - self.mean) / self.std).square() + ((std - self.std) / self.std).square()).mean(1)
+        return (squares((mean - self.mean) / self.std) + ((std - self.std) / self.std).square()).mean(1)
 
 
 def _features(net: nn.Module, at: str, x: Any) -> Tensor:

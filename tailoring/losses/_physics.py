@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._states import squares
 from .._trees import Support, as_call, count_rows, first_tensor, flat_rows
 from ._base import Loss, check_functions, per_query, same_shape
 
@@ -41,7 +42,7 @@ class Conserve(Loss):
         then = self.quantity(x) if self.before is None else self.before(x, *args, **kwargs)
         same_shape("the quantity of the prediction", now, "that of the query", then)
         change = per_query(now - then)
-        size = change.abs() if self.norm == "l1" else change.square()
+        size = change.abs() if self.norm == "l1" else squares(change)
         if self.weights is None:
             return size.sum(1)
         if len(self.weights) != size.shape[1]:
@@ -52,7 +53,7 @@ class Conserve(Loss):
 class Equivariant(Loss):
     """The model must commute with the given actions of a group.
 
-        loss = mean over g and outputs of (model(g x) - g model(x))^2
+        loss = mean over g and outputs of |model(g x) - g model(x)|^2
 
     `actions` are pairs (on the input, on the output); an output action of None means that the prediction is invariant.
     """
@@ -73,7 +74,7 @@ class Equivariant(Loss):
         for y, (_, on_output) in zip(moved, self.actions, strict=True):
             expected = plain if on_output is None else on_output(plain)
             same_shape("the prediction", y, "its image under the action on the output", expected)
-            errors.append(per_query(y - expected).square().mean(1))
+            errors.append(squares(per_query(y - expected)).mean(1))
         return torch.stack(errors).mean(0)
 
 
@@ -92,13 +93,13 @@ class Residual(Loss):
         residual = self.equation(model(*args, **kwargs), *args, **kwargs)
         if self.precondition is not None:
             residual = self.precondition(residual)
-        return per_query(residual).square().mean(1)
+        return squares(per_query(residual)).mean(1)
 
 
 class Misfit(Loss):
     """Measurements that come with the query must be met.
 
-        loss = mean_j ((observe(model(x), x)_j - measured(x)_j) / sigma)^2
+        loss = mean_j |(observe(model(x), x)_j - measured(x)_j) / sigma|^2
 
     A measurement that is nan is missing and does not count. Both functions are given all inputs of the model.
     """
@@ -115,7 +116,7 @@ class Misfit(Loss):
         same_shape("what is observed", observed, "what was measured", target)
         there = per_query(~target.isnan())
         error = per_query((observed - target.nan_to_num()) / self.sigma)
-        return torch.where(there, error, 0.0).square().sum(1) / there.sum(1).clamp(min=1)
+        return squares(torch.where(there, error, 0.0)).sum(1) / there.sum(1).clamp(min=1)
 
 
 class Supervised(Loss):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .. import random
 from .._trees import repeat_rows
-from ._base import Features, Loss, class_logits, entropy, floored, grouped, read
+from ._base import Features, Loss, class_logits, entropy, floored, grouped, of_model, read
 
 Augment = Callable[[Tensor, Tensor], Tensor]  # augment(rows, seeds): one augmented view of each row, from the row's own seed
 
@@ -118,7 +118,8 @@ class MarginalEntropy(Loss):
 class Rotation(Loss):
     """Predict by how many right angles an image is turned (test-time training, Sun et al. 2020).
 
-    `at` gives the features and `head` the four logits; without a head the features are the logits. x: (queries, C, H, W), H = W.
+    `at` gives the features and `head` the four logits; without a head the features are the logits. A head that is a module of the model
+    is adapted with it. x: (queries, C, H, W), H = W.
     """
 
     def __init__(self, head: nn.Module | None = None, *, at: Features = None):
@@ -132,7 +133,8 @@ class Rotation(Loss):
             raise ValueError(f"rotation prediction takes square images, shape (queries, C, H, H), not {tuple(x.shape)}")
         turned = torch.stack([x.rot90(quarters, (-2, -1)) for quarters in range(4)], 1).flatten(0, 1)
         features = read(model, self.at, turned).flatten(1)
-        logits = grouped(features if self.head is None else self.head(features), turned, 4)  # (queries, 4 turns, 4 classes)
+        logits = features if self.head is None else of_model(model, self.head)(features)
+        logits = grouped(logits, turned, 4)  # (queries, 4 turns, 4 classes)
         if logits.shape[-1] != 4:
             raise ValueError(f"rotation prediction takes four logits, not {logits.shape[-1]}: give a head with four outputs")
         return -logits.log_softmax(-1).diagonal(dim1=1, dim2=2).mean(1)

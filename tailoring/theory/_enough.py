@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 from .._adapt import CN, Adapter
 from .._batch import Batch, leaves_inference_mode
 from .._bound import Bound
+from .._states import in_parts
 from .._tailored import Loss, Tailored
 from .._taps import has_tangent, transformed
-from .._trees import count_rows, take_rows, tensors
+from .._trees import count_rows, has_fractions, take_rows, tensors
 from .._weights import Weights
 from ._expressivity import equal as _equal
 
@@ -26,7 +27,7 @@ _MOST = 4096  # numbers read per query: the Jacobians are (numbers, parameters)
 class Enough:
     """What an adapter and all weights can do to the numbers a tailoring loss reads from the model; (queries,) each. True if CN is enough.
 
-    numbers          how many the loss reads of one query: answers to all its views, features
+    numbers          how many the loss reads of one query: answers to all its views, features; a complex number is two
     rank, weights_rank   in how many independent directions the adapter, and all weights, can move them to first order
     missing          how many directions are open to the weights and not to the adapter
     share, weights_share   which part (0 to 1) of the loss's gradient in these numbers they can follow, as a share of its squared norm
@@ -121,7 +122,7 @@ class _Read:
         self.state = {name: t.detach().clone().requires_grad_() for name, t in tensors_only.items()}
         with torch.enable_grad():
             losses, self.read = self.evaluate(self.state)
-            sizes = sum(t.numel() for t in self.read)
+            sizes = sum(in_parts(t).numel() for t in self.read)
             if not sizes:
                 raise ValueError("the tailoring loss reads nothing from the model: it must call it")
             if sizes > _MOST:
@@ -132,7 +133,7 @@ class _Read:
             used = [t for t in self.read if t.requires_grad]
             grads = torch.autograd.grad(losses.sum(), used, allow_unused=True) if used and losses.requires_grad else [None] * len(used)
         wanted = {id(t): g for t, g in zip(used, grads, strict=True) if g is not None}
-        self.gradient = torch.cat([wanted.get(id(t), torch.zeros_like(t)).flatten() for t in self.read])
+        self.gradient = _vector(wanted.get(id(t), torch.zeros_like(t)) for t in self.read)
 
     def evaluate(self, state: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         self.notes.read, self.notes.differentiated = [], False
@@ -148,11 +149,11 @@ class _Read:
     def _rows(self) -> Tensor:
         """J, (numbers, size of the state): one backward pass for each number."""
         entries, rows = list(self.state.values()), []
-        for value in torch.cat([t.flatten() for t in self.read]):
+        for value in _vector(self.read):
             grads = (
                 torch.autograd.grad(value, entries, retain_graph=True, allow_unused=True) if value.requires_grad else [None] * len(entries)
             )
-            rows.append(torch.cat([(torch.zeros_like(e) if g is None else g).flatten() for g, e in zip(grads, entries, strict=True)]))
+            rows.append(_vector(torch.zeros_like(e) if g is None else g for g, e in zip(grads, entries, strict=True)))
         return torch.stack(rows)
 
     def describe(self, jacobian: Tensor) -> tuple[int, float, float]:
@@ -166,11 +167,9 @@ class _Read:
     @torch.no_grad()
     def last_site_reaches_all(self) -> bool:
         """`thm:expresivity` for the last site of the state: full rank, in a model that is affine in it."""
-        last = [name for name in self.state if name.rpartition(".")[0] == self.sites[-1].key]
-        ends = torch.tensor([t.numel() for t in self.state.values()]).cumsum(0)
-        columns = [
-            torch.arange(int(end) - t.numel(), int(end)) for end, (name, t) in zip(ends, self.state.items(), strict=True) if name in last
-        ]
+        last = [name for name in self.state if self.sites[-1].key in (name, name.rpartition(".")[0])]  # a parameter has its own name
+        places = torch.arange(self.jacobian.shape[1]).split([in_parts(t).numel() for t in self.state.values()])
+        columns = [own for own, name in zip(places, self.state, strict=True) if name in last]
         jacobian = self.jacobian[:, torch.cat(columns)]
         if torch.linalg.matrix_rank(jacobian) < len(jacobian):
             return False
@@ -181,10 +180,15 @@ class _Read:
         generator = torch.Generator().manual_seed(0)
         steps = {name: size * torch.randn(self.state[name].shape, generator=generator).to(self.state[name]) for name in last}
         moved = self.state | {name: self.state[name] + steps[name] for name in last}
-        before, after = (torch.cat([t.detach().flatten() for t in part]) for part in (self.read, self.evaluate(moved)[1]))
-        expected = before + jacobian @ torch.cat([steps[name].flatten() for name in last])
+        before, after = _vector(self.read), _vector(self.evaluate(moved)[1])
+        expected = before + jacobian @ _vector(steps.values())
         scale = float((after - before).abs().max())
         return after.shape == expected.shape and bool((after - expected).abs().max() <= scale * torch.finfo(after.dtype).eps ** 0.5)
+
+
+def _vector(parts: Iterable[Tensor]) -> Tensor:
+    """All numbers as one vector of real ones: of a complex number, and of its gradient, the two parts."""
+    return torch.cat([in_parts(t).flatten() for t in parts])
 
 
 @dataclass
@@ -218,7 +222,7 @@ def _noting(loss: Loss, notes: _Notes) -> Loss:
             out = model._run(reading, given, named)
             asked.append((reading, (given, named), out))
             for t in tensors(out):
-                if t.is_floating_point():
+                if has_fractions(t):
                     notes.add(t)
             return out
 
