@@ -53,7 +53,7 @@ class Places(NamedTuple):
     multiplications: float  # that these make for a query
     answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
     answers_by_row: bool  # every tensor of the answer has one, in which the rows of a query follow each other
-    apart: list[bool]  # filled once it was asked whether the tailoring loss keeps the queries apart
+    tried: set[str]  # what was asked of the tailoring loss, once for all
 
 
 class Ways:

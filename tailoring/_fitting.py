@@ -44,7 +44,18 @@ _MIXES = (
 )
 
 
-class MixingError(ValueError):
+_CHANGES = (
+    "the tailoring loss {} changes the query in place (x[...] = ..., x += ...), so every step, and the answer, would see another one: let "
+    "it make a new tensor"
+)
+KEEPS_APART = "keeps the queries apart"
+
+
+class UnfitLossError(ValueError):
+    """A loss that would make wrong answers."""
+
+
+class MixingError(UnfitLossError):
     """A loss that does not keep the queries apart."""
 
 
@@ -163,36 +174,37 @@ class Fitting(OwnNames):
         with batch.kernels or self._plain_kernels():
             bound = Bound(self.net, run, x, seeds, step, keep=once, shares=batch.rescued and rows is None)
             model = self.adapt.bind(bound)
-            first = not torch.compiler.is_compiling() and not batch.places.apart
-            before = versions(x) if first else None
             if torch.compiler.is_compiling():
                 losses = self.loss(model, *args, **kwargs)
             else:
+                tried = batch.places.tried
+                before = None if tried else versions(x)
                 try:
                     losses = self.loss(model, *args, **kwargs)
                 except (TypeError, AttributeError) as error:  # how one looks that was written for other arguments
                     error.add_note(_CALLED.format(self._name_of_loss, told(x)))
                     raise
-        if before is not None and before != versions(x):
-            raise ValueError(
-                f"the tailoring loss {self._name_of_loss} changes the query in place (x[...] = ..., x += ...), so every step, and the "
-                "answer, would see another one: let it make a new tensor"
-            )
+                if before is not None and before != versions(x):
+                    raise UnfitLossError(_CHANGES.format(self._name_of_loss))
+                tried.add("leaves the query as it is")
         check_losses(losses, batch.queries if rows is None else len(rows))
-        if not batch.places.apart and batch.queries > 1 and rows is None and losses.requires_grad and may_look():
+        asked = batch.queries > 1 and rows is None and not torch.compiler.is_compiling() and KEEPS_APART not in batch.places.tried
+        if asked and losses.requires_grad and may_look():
             self._refuse_mixing(batch, losses, state, taps)
         return self.adapt.reduce(losses)
 
     def _try_loss(self, x: Any, places: Places) -> None:
-        """The loss of the first two queries, for compiled code, in which no value can be looked at."""
+        """The loss of the first two queries, once for compiled code, in which no value can be looked at."""
+        if KEEPS_APART in places.tried:
+            return
         pair = Batch(take_rows(x, slice(2)), 2, places)
         try:
             with untouched(self):  # the loss may have buffers, too
                 self._gradient(pair, self._identity(pair, 2), None, 0, False)
-        except MixingError:
+        except UnfitLossError:
             raise
         except Exception:  # it knows of the whole batch, or fails there, too
-            places.apart.append(False)
+            places.tried.add(KEEPS_APART)
 
     def _refuse_mixing(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
         """Raise if one query's loss depends on another's state. Asked once for each kind of input, of the graph that is there anyway:
@@ -205,7 +217,7 @@ class Fitting(OwnNames):
             if found is not None:
                 if bool((found[half:].abs() > 0).any()) and bool(found.isfinite().all()):
                     raise MixingError(_MIXES.format(self._name_of_loss))
-                batch.places.apart.append(True)
+                batch.places.tried.add(KEEPS_APART)
                 return
 
     def _call(

@@ -254,7 +254,7 @@ class Tailored(Fitting):
             places = self._find_places(x, structure, key)
             if len(self._places) != known or not self._prepared:
                 self._batches(x)  # what it refuses must be refused here, with its own words
-            if not places.apart and count_rows(x) > 1:
+            if count_rows(x) > 1:
                 self._try_loss(x, places)
             if self._compiled is None or not self._prepared:
                 self.prepare(x)
@@ -341,7 +341,7 @@ class Tailored(Fitting):
             if not answers:
                 warnings.warn(_UNSEEN, stacklevel=2)
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
-            places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row, [])
+            places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row, set())
             if numbers:
                 self._ways[key[0]].note(numbers, tuple((s.name, s.call) for s in seen))
             while len(self._places) >= _MOST_PLACES:
