@@ -315,7 +315,8 @@ def test_the_tables_in_the_docs_are_those_of_the_committed_rows():
 
 def test_the_verdict_knows_the_strongest_control():
     main = tables(Results(read_folder(ROOT / "docs" / "experiments" / "planets")))[0]
-    against_first, against_best = verdict(main).split("Against the strongest control, the best inductive network of all:")
+    said = verdict(main).replace("\n    ", " ")  # long lines are folded
+    against_first, against_best = said.split("Against the strongest control, the best inductive network of all:")
     once, each = "meta-tailoring, w once a batch (0 steps)", "meta-tailoring, w after each inner step (0 steps)"
     better, worse = (next(line for line in against_best.splitlines() if line.startswith(f"  {kind}: ")) for kind in ("better", "worse"))
     assert once in against_first

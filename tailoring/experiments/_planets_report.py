@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 
 from ._planets_figures import pictures
 from ._planets_results import Chosen, Results, Setting
@@ -237,4 +238,5 @@ def _verdict(other: str, gains: list[tuple[str, str]]) -> str:
         "worse": [f"{name} ({gain} %)" for name, gain in gains if "?" not in gain and gain.startswith("-")],
         "neither, by more than the seeds' spread explains": [name for name, gain in gains if "?" in gain],
     }
-    return "\n".join([f"Against {other}:", *(f"  {kind}: {'; '.join(found)}" for kind, found in kinds.items() if found)])
+    lines = [f"{kind}: {'; '.join(found)}" for kind, found in kinds.items() if found]
+    return "\n".join([f"Against {other}:", *(fill(line, 140, initial_indent="  ", subsequent_indent="    ") for line in lines)])
