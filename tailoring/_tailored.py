@@ -370,7 +370,7 @@ class Tailored(Fitting):
     def _find_structure(self) -> Structure | None:
         """The model's modules, as they are now: None in compiled code. What was known of a model with other ones is forgotten."""
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
+            if not torch.compiler.is_dynamo_compiling():  # not is_exporting(), which to torch 2.11's dynamo is always so
                 raise RuntimeError(_NOT_EXPORTED)
             return None
         structure = structure_of(self.net, self._structure)
