@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from ._bound import Bound
 from ._casts import Pass, Site, Sited
 from ._channels import ask_layer, channel_dimension, default_names, is_last_hidden
 from ._inner import differentiate
-from ._sites import WHOLE, Around, At, Reading, check_at, describe, intercepted, matching
+from ._sites import WHOLE, Around, At, Reading, check_at, describe, matching
 from ._states import State, as_tensor
 from ._trees import copies_per_query, repeat_rows
 from ._watch import Seen, refuse_checkpoints, refuse_disorder, watch
@@ -66,9 +67,9 @@ class Adapter:
 
     def call(self, sited: Sited, state: State, reading: Reading, args: Any, kwargs: Any, taps: Any = None) -> Any:
         """By default, edit the outputs of the modules at the sites."""
-        now, stand_ins = cast = sited.cast(self._editor, state)
+        now, at_work = cast = sited.cast(self._editor, state)
         whole = reading is WHOLE
-        with intercepted(stand_ins):
+        with at_work:
             out = sited.model(*args, **kwargs) if whole else reading(sited.model, lambda module: module(*args, **kwargs))
         if not whole and reading.is_part:
             _refuse_half(now.ran, sited.sites)
@@ -78,6 +79,7 @@ class Adapter:
     def _editor(self, module: nn.Module, sites: list[Site], now: Pass) -> Around:
         """Edits the module's outputs: of its n-th call by its n-th sites."""
         name, calls, edit = sites[0].module, sites[0].calls, self.edit
+        only = sites[0] if calls == 1 else None
 
         def around(forward: Callable[..., Any], _module: nn.Module, args: Any, kwargs: Any) -> Any:
             out = forward(*args, **kwargs)
@@ -88,6 +90,8 @@ class Adapter:
                     f"module {name!r} ran more often than in the first forward pass ({calls} times); adapt a module that runs "
                     "a fixed number of times, or give each use a module of its own"
                 )
+            if only is not None and isinstance(out, Tensor):  # as nearly always
+                return edit(out, only, now.state)
             here = sites if calls == 1 else [site for site in sites if site.call == ran]
             if isinstance(out, Tensor):
                 return edit(out, here[0], now.state) if here else out
@@ -169,15 +173,17 @@ class CN(Adapter):
     def init(self, model: nn.Module, sites: tuple[Site, ...], queries: int, device: torch.device | None = None) -> State:
         state: State = {}
         for s in sites:
-            state.setdefault(f"{s.key}.gamma", torch.ones(queries, *s.shape, dtype=s.dtype, device=device))
-            state.setdefault(f"{s.key}.beta", torch.zeros(queries, *s.shape, dtype=s.dtype, device=device))
+            gamma, beta = s.names
+            state.setdefault(gamma, torch.ones(queries, *s.shape, dtype=s.dtype, device=device))
+            state.setdefault(beta, torch.zeros(queries, *s.shape, dtype=s.dtype, device=device))
         return state
 
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
-        gamma: Any = state[f"{site.key}.gamma"]
-        beta: Any = state[f"{site.key}.beta"]
+        own_gamma, own_beta = site.names
+        gamma: Any = state[own_gamma]
+        beta: Any = state[own_beta]
         if site.rows == 0 and out.shape == gamma.shape and out.dtype == gamma.dtype:  # as nearly always
-            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            if torch.is_grad_enabled() or is_dynamo_compiling():
                 return gamma * out + beta
             return torch.addcmul(beta, gamma, out)  # one operation, but a derivative of more; and compiled passes must be alike to merge
         assert site.rows is not None
@@ -252,7 +258,8 @@ def _site(s: Seen, seen: list[Seen], modules: dict[str, nn.Module], channels: in
         raise ValueError(f"dimension {dim} of the output of {s.name!r} holds the queries and cannot hold the channels too")
     calls = 1 + max(other.call for other in seen if other.name == s.name)
     key = s.name if calls == 1 else f"{s.name}:{s.call}"
-    return Site(key, s.name, s.call, s.leaf, s.rows, dim, (s.shape[dim],), _state_dtype(s), calls=calls)
+    names = f"{key}.gamma", f"{key}.beta"
+    return Site(key, s.name, s.call, s.leaf, s.rows, dim, (s.shape[dim],), _state_dtype(s), calls=calls, names=names)
 
 
 def _owned(s: Seen, key: str) -> Site:

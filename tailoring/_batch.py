@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ._casts import Site, Sited
 from ._inner import Moment
@@ -54,6 +55,7 @@ class Places(NamedTuple):
     answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
     answers_by_row: bool  # every tensor of the answer has one, in which the rows of a query follow each other
     tried: set[str]  # what was asked of the tailoring loss, once for all
+    kernels: AbstractContextManager[None] | None  # plain ones, for each of the passes; None: to be asked for at each
 
 
 class Ways:
@@ -88,7 +90,6 @@ class Batch(NamedTuple):
     seeds: Tensor | None = None
     start: State | None = None  # a warm start
     reuse: Reuse | None = None
-    kernels: AbstractContextManager[None] | None = None  # plain ones, for each of the passes; None: to be asked for at each
     rescued: bool = False  # answered untailored, too, in case the tailored answer fails
 
     @property
@@ -164,7 +165,7 @@ def _with_dimensions(out: Any, dimensions: Mapping[int, int | None]) -> list[tup
 
 def in_inference_mode() -> bool:
     """Never while dynamo looks, which leaves its graph at the question."""
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return not is_dynamo_compiling() and torch.is_inference_mode_enabled()
 
 
 def leaves_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any, Self, cast
 
-import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
+from torch.compiler import is_dynamo_compiling
 
 from ._sites import WHOLE, Reading
 from ._trees import first_tensor
@@ -77,7 +77,7 @@ class Bound:
         return self._answer(Reading(self._path) if self._path else WHOLE, args, kwargs)
 
     def _answer(self, reading: Reading, args: Any, kwargs: Any) -> Any:
-        if args and not torch.compiler.is_compiling() and is_mapped(args[0]) and _is_one_of(args[0], first_tensor(self._query)):
+        if args and not is_dynamo_compiling() and is_mapped(args[0]) and _is_one_of(args[0], first_tensor(self._query)):
             raise ValueError(
                 "the tailoring loss maps the model over single queries by torch.func.vmap, which tells it nothing of whose state is meant: "
                 "call it on the whole batch, and differentiate it so, too: jacrev(lambda z: model(z).sum(0))(x)"

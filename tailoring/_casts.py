@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
-from ._sites import Around, StandIn
+from ._sites import Around, StandIn, intercepted
 from ._states import State
 
 
@@ -31,6 +32,7 @@ class Site:
     parts: tuple[tuple[str, tuple[tuple[int, int | None], ...]], ...] = ()  # of a whole model with copies: `all_rows` of its modules
     calls: int = 1  # how often the module runs in one forward pass
     copied: bool = False  # of a parameter: the module has no rule, and runs with a copy of its weights for each query
+    names: tuple[str, ...] = ()  # in the state, of what an adapter keeps here: to put them together at every call takes its time
 
 
 Modules = list[tuple[nn.Module, list[Site]]]  # the adapted ones, each with its own sites
@@ -57,7 +59,7 @@ class Cast(NamedTuple):
     """Stand-ins for a model's adapted modules, made once; they work for one pass at a time."""
 
     now: Pass
-    stand_ins: list[StandIn]
+    at_work: intercepted  # within it they answer
 
 
 StandInFor = Callable[[nn.Module, list[Site], Pass], Around]
@@ -86,7 +88,7 @@ class Sited(NamedTuple):
             cast = None
         if cast is None:
             now = Pass()
-            cast = Cast(now, [StandIn(module, stand_in_for(module, own, now)) for module, own in self.modules])
+            cast = Cast(now, intercepted([StandIn(module, stand_in_for(module, own, now)) for module, own in self.modules]))
         cast.now.state = state
         return cast
 
@@ -98,7 +100,7 @@ class Sited(NamedTuple):
 
 
 def sited(model: nn.Module, sites: tuple[Site, ...]) -> Sited:
-    spare = None if torch.compiler.is_compiling() else Spare()
+    spare = None if is_dynamo_compiling() else Spare()
     groups: dict[str, list[Site]] = {}
     for site in sites:
         groups.setdefault(site.module, []).append(site)

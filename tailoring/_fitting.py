@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from . import _states as states
 from ._adapt import Adapter
@@ -138,13 +139,13 @@ class Fitting(OwnNames):
                 )
 
     def _needed_unchanged(self) -> list[Tensor]:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_dynamo_compiling() or not torch.is_grad_enabled():
             return []
         learned = self.rule.learned if isinstance(self.rule, Descent) else []
         return [*self.parameters(), *learned] if self.backprop == "all" else learned
 
     def _gradient(self, batch: Batch, state: State, rows: Tensor | None, step: int, graph: bool) -> tuple[Tensor, State]:
-        if batch.reuse is not None and step == 0 and torch.compiler.is_compiling():
+        if batch.reuse is not None and step == 0 and is_dynamo_compiling():
             with torch.no_grad():  # nothing made inside torch.func.grad may leave it; all else of this pass is dead code
                 self._losses(batch, rows, step, state, keep=True)
         evaluate = functools.partial(self._losses, batch, rows, step)
@@ -158,23 +159,24 @@ class Fitting(OwnNames):
 
     def _keeping_little(self, compute: Callable[[], tuple[Any, Any]], batch: Batch, state: State) -> tuple[Any, Any]:
         """`compute()`; with `recompute`, its graph keeps no activations. (A compiler decides itself what to keep.)"""
-        if not self.recompute or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.recompute or not torch.is_grad_enabled() or is_dynamo_compiling():
             return compute()
         return recomputed(compute, lambda: [*self.parameters(), *self.buffers(), *tensors((batch.x, batch.seeds))], device_of(state))
 
     def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
         """The tailoring loss for each row of the state."""
         x, seeds, reuse = (batch.x, batch.seeds, batch.reuse) if rows is None else (*take_rows((batch.x, batch.seeds), rows), None)
-        keep = reuse is not None and not torch.compiler.is_compiling() if keep is None else keep
+        compiling = is_dynamo_compiling()
+        keep = reuse is not None and not compiling if keep is None else keep
         run = functools.partial(self._call, batch, state, reuse, keep, taps)
         args, kwargs = as_call(x)
         once = None if reuse is None else functools.partial(reuse.once, keep=keep)
         if reuse is not None:
             reuse.begin()
-        with batch.kernels or self._plain_kernels():
+        with batch.places.kernels or self._plain_kernels():
             bound = Bound(self.net, run, x, seeds, step, keep=once, shares=batch.rescued and rows is None)
             model = self.adapt.bind(bound)
-            if torch.compiler.is_compiling():
+            if compiling:
                 losses = self.loss(model, *args, **kwargs)
             else:
                 tried = batch.places.tried
@@ -188,7 +190,7 @@ class Fitting(OwnNames):
                     raise UnfitLossError(_CHANGES.format(self._name_of_loss))
                 tried.add("leaves the query as it is")
         check_losses(losses, batch.queries if rows is None else len(rows))
-        asked = batch.queries > 1 and rows is None and not torch.compiler.is_compiling() and KEEPS_APART not in batch.places.tried
+        asked = batch.queries > 1 and rows is None and not compiling and KEEPS_APART not in batch.places.tried
         if asked and losses.requires_grad and may_look():
             self._refuse_mixing(batch, losses, state, taps)
         return self.adapt.reduce(losses)
@@ -233,16 +235,27 @@ class Fitting(OwnNames):
         return plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none", structure=structure)
 
     def _fitted(self, batch: Batch) -> State:
+        hurried = self._hurried(batch)
+        return self._fit(batch).state if hurried is None else compact(hurried[0]) if self.adapt.outer_products else hurried[0]
+
+    def _answered(self, batch: Batch) -> Any:
+        """The answers by the state fitted to the batch."""
+        hurried = self._hurried(batch, functools.partial(self._run, batch))
+        if hurried is None:
+            return self._answer(batch, self._fit(batch).state)[0]
+        state, out, sure = hurried
+        return out if sure or all_finite(out) else self._mended(batch, state, out)[0]
+
+    def _hurried(self, batch: Batch, answer: Callable[[State], Any] = lambda _: None) -> tuple[State, Any, bool] | None:
+        """The state, what `answer` makes of it, and whether that is known to be finite; None if it takes a closer look."""
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
         if self.steps > 0 and self._is_plain and first_order and may_look() and isinstance(self.rule, Descent):
             kept = batch.start if batch.start is not None else self._starts.kept_for(batch)
             start = self._identity(batch, self.adapt.rows(batch.queries)) if kept is None else kept
-            state = hurry(functools.partial(self._gradient, batch), start, self.rule.rates, self.steps)
-            if state is not None:
-                if kept is None and self.adapt.constant_start and not self.tailoring.wants_start:
-                    self._starts.keep(batch, start)
-                return compact(state) if self.adapt.outer_products else state
-        return self._fit(batch).state
+            if kept is None and self.adapt.constant_start and not self.tailoring.wants_start:
+                self._starts.keep(batch, start)
+            return hurry(functools.partial(self._gradient, batch), start, self.rule.rates, self.steps, answer)
+        return None
 
     def _rescued(self, batch: Batch) -> Any:
         """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
@@ -271,7 +284,7 @@ class Fitting(OwnNames):
         assert before is not None
         state, steps = before.state, before.taken
         if record or self.keep == "best":
-            with torch.set_grad_enabled(not torch.compiler.is_compiling()):  # a loss may differentiate the model, as at every step
+            with torch.set_grad_enabled(not is_dynamo_compiling()):  # a loss may differentiate the model, as at every step
                 values = self._losses(batch, None, self.steps, state).detach()
             losses += [values] * (self.steps + 1 - len(losses))
             if self.keep == "best":
@@ -280,25 +293,28 @@ class Fitting(OwnNames):
                 steps = torch.where(before.failed, 0, steps)
         return Fit(compact(state), steps, before.stopped, before.failed, losses)
 
+    def _run(self, batch: Batch, state: State) -> Any:
+        """The model's answers as adapted by the state."""
+        args, kwargs = model_call(batch.x)
+        with batch.places.kernels or self._plain_kernels():
+            return self._call(batch, state, batch.reuse, False, None, WHOLE, args, kwargs)
+
     def _answer(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
         """The prediction, and which rows of the state were not fit to answer with (None: no one, or that was not looked at)."""
-        args, kwargs = model_call(batch.x)
+        out = self._run(batch, state)
+        return (out, None) if not may_look() or all_finite(out) else self._mended(batch, state, out)
 
-        def run(state: State) -> Any:
-            with batch.kernels or self._plain_kernels():
-                return self._call(batch, state, batch.reuse, False, None, WHOLE, args, kwargs)
-
-        out = run(state)
-        if not may_look() or all_finite(out):
-            return out, None
+    def _mended(self, batch: Batch, state: State, out: Any) -> tuple[Any, Tensor]:
+        """The same of answers that may not all be finite."""
         rows, where_rows = rows_of(state), batch.places.answer_rows
         bad = ~finite_rows(out, rows, where_rows).to(device_of(state))
         if bad.any():  # a state may be finite and yet too far out to answer with
             identity = self._identity(batch, rows)
             with torch.no_grad():
-                bad = bad & finite_rows(run(identity), rows, where_rows).to(bad.device)  # else the untailored answer is no better
+                home = self._run(batch, identity)
+                bad = bad & finite_rows(home, rows, where_rows).to(bad.device)  # else the untailored answer is no better
             if bad.any():
-                out = run(where(~bad, state, identity))
+                out = self._run(batch, where(~bad, state, identity))
         return out, bad
 
     def _trace(self, batch: Batch) -> Trace:

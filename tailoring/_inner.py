@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from . import _states as states
 from ._kernels import may_look
 from ._optimisers import Rule
 from ._states import State
+from ._trees import has_fractions
 
 Backprop = Literal["none", "last", "all"]
 Keep = Literal["last", "best"]
@@ -98,22 +100,30 @@ def descend(
         yield Moment(reached, home or base, values, taken, failed, stopped)
 
 
-def hurry(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> State | None:
+def hurry(
+    gradient: Gradient, state: State, rates: RatesAt, steps: int, answer: Callable[[State], Any] = lambda _: None
+) -> tuple[State, Any, bool] | None:
     """What `descend` comes to by plain gradient descent, at first order, if all goes well: nothing is looked at on the way.
 
-    None if a number was not finite somewhere, which is rare: then `descend` has to find out where. A state that is not finite once
-    stays so, and a loss that is not finite stays so in the sum, hence one look in the end will do.
+    Its state, `answer(state)`, and whether that is known to be finite: it usually can be looked at in the same go. None if a number was
+    not finite on the way, which is rare: then `descend` has to find out where. A state that is not finite once stays so, and a loss that
+    is not finite stays so in the sum, hence one look in the end will do.
     """
     seen: list[Tensor] = []
-    for step in range(steps):
-        try:
+    try:
+        for step in range(steps):
             values, state = _step_blindly(gradient, state, rates, step)
-        except Exception:
-            if bool(states.finite(state).all()):
-                raise
-            return None  # a loss may refuse what is not finite: the parameters of a distribution
-        seen.append(values)
-    return state if states.all_finite([*seen, *states.numbers(state)]) else None
+            seen.append(values)
+        out = answer(state)
+    except Exception:
+        if bool(states.finite(state).all()):
+            raise
+        return None  # a loss may refuse what is not finite: the parameters of a distribution
+    seen += states.numbers(state)
+    together = type(out) is Tensor and has_fractions(out) and out.device == seen[0].device and out.layout == torch.strided
+    if together and states.all_finite([*seen, out.detach() if out.requires_grad else out]):
+        return state, out, True
+    return (state, out, False) if states.all_finite(seen) else None
 
 
 def hurry_by_row(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> tuple[State, Tensor]:
@@ -165,7 +175,7 @@ def _gradients_of(fine: Tensor, grads: State, gradient: Gradient, state: State, 
 def differentiate(objective: Callable[[State], Tensor], state: State, graph: bool) -> tuple[Tensor, State]:
     """The losses of a state of tensors, (rows,), and the gradient of their sum; with `graph`, both can be differentiated on."""
     with torch.enable_grad():
-        if torch.compiler.is_compiling():  # dynamo traces torch.func.grad but not torch.autograd.grad
+        if is_dynamo_compiling():  # dynamo traces torch.func.grad but not torch.autograd.grad
 
             def total(state: State) -> tuple[Tensor, Tensor]:
                 values = objective(state)
@@ -175,14 +185,14 @@ def differentiate(objective: Callable[[State], Tensor], state: State, graph: boo
             return values, grads
         leaves = states.leaves(state, graph)
         values = objective(dict(leaves))
-        return values, dict(gradients(values, leaves, graph))
+        return values, gradients(values, leaves, graph)
 
 
 class NoGradientError(ValueError):
     """A loss that does not depend on what is adapted."""
 
 
-def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
+def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Any]:
     """The gradient of the sum of `values` with respect to each leaf; zero where there is none, but not everywhere."""
     found = reached(values, leaves, graph)
     if len(found) == len(leaves):

@@ -16,14 +16,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from ._recurrent import unrolled_layers
 
 
 class _Switch:
-    def __init__(self, read: Callable[[], bool], write: Callable[[bool], None]):
-        self.read, self.write = read, write
+    def __init__(self, name: str, read: Callable[[], bool], write: Callable[[bool], None]):
+        self.name, self.read, self.write = name, read, write
         self.lock, self.users, self.before = threading.Lock(), 0, True
+
+    def __reduce__(self) -> str:
+        return self.name  # a copy, of a model say, has the switch itself: a process has one of each
 
     def off(self) -> None:
         with self.lock:
@@ -48,16 +52,14 @@ def _set_mkldnn(enabled: bool) -> None:
 
 
 _cuda = torch.backends.cuda
-_FAST_MODULES = _Switch(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled)
-_FUSED_ATTENTION = (
-    _Switch(_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    _Switch(_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    _Switch(_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-)
-_RECURRENT = (
-    _Switch(lambda: bool(torch.backends.cudnn.enabled), _set_cudnn),
-    _Switch(lambda: bool(torch.backends.mkldnn.enabled), _set_mkldnn),
-)
+_FAST_MODULES = _Switch("_FAST_MODULES", torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled)
+_FLASH = _Switch("_FLASH", _cuda.flash_sdp_enabled, _cuda.enable_flash_sdp)
+_MEMORY_EFFICIENT = _Switch("_MEMORY_EFFICIENT", _cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp)
+_CUDNN_ATTENTION = _Switch("_CUDNN_ATTENTION", _cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp)
+_FUSED_ATTENTION = (_FLASH, _MEMORY_EFFICIENT, _CUDNN_ATTENTION)
+_CUDNN = _Switch("_CUDNN", lambda: bool(torch.backends.cudnn.enabled), _set_cudnn)
+_MKLDNN = _Switch("_MKLDNN", lambda: bool(torch.backends.mkldnn.enabled), _set_mkldnn)
+_RECURRENT = (_CUDNN, _MKLDNN)
 
 
 Found = TypeVar("Found")
@@ -79,17 +81,18 @@ class Structure:
     """Which modules a model has, and what `found_once` functions found of them. It holds while they are the same ones."""
 
     def __init__(self, model: nn.Module):
-        self.children = [(module, dict(module._modules)) for module in all_modules(model)]
+        self.modules = all_modules(model)
+        self._children = [(list(module._modules), list(module._modules.values())) for module in self.modules]
         self.found: dict[Callable[[nn.Module], Any], Any] = {}
 
     def holds(self, model: nn.Module) -> bool:
-        if model is not self.children[0][0]:
+        if model is not self.modules[0]:
             return False
-        for module, children in self.children:
+        for module, (names, children) in zip(self.modules, self._children, strict=True):
             now = module._modules
-            if not now and not children:  # as most of them
+            if not now and not names:  # as most of them
                 continue
-            if list(now) != list(children) or not all(map(operator.is_, now.values(), children.values())):  # `==` may be the modules' own
+            if list(now) != names or not all(map(operator.is_, now.values(), children)):  # `==` may be the modules' own
                 return False
         return True
 
@@ -114,7 +117,7 @@ def found_once(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module, Struc
 
 def precision_of(structure: Structure) -> torch.dtype | None:
     """The dtype of the model's first parameter."""
-    for module, _ in structure.children:
+    for module in structure.modules:
         for p in module._parameters.values():
             if p is not None:
                 return p.dtype
@@ -133,7 +136,7 @@ def plain_kernels(model: nn.Module, *, graph: bool, structure: Structure | None 
 
     One such context serves many blocks, but in compiled code.
     """
-    if structure is None and torch.compiler.is_compiling():  # the switches are not for dynamo to set; it takes fused attention apart itself
+    if structure is None and is_dynamo_compiling():  # the switches are not for dynamo to set; it takes fused attention apart itself
         return _traceable(model)
     switches = _needed_switches(model, structure) + _FUSED_ATTENTION * graph
     return _Without(switches) if switches else _UNCHANGED
@@ -170,4 +173,4 @@ class _Without:
 
 def may_look() -> bool:
     """Whether values may be read by Python now: not while dynamo traces the code, nor while a CUDA graph records it."""
-    return not torch.compiler.is_compiling() and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return not is_dynamo_compiling() and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -82,7 +83,7 @@ def _add_product(out: Tensor, given: Tensor, change: Entry, first: int, skip: in
     if isinstance(change, LowRank):
         if not change.rank:
             return out
-        if torch.compiler.is_compiling() and given.is_floating_point() and given.shape[1] == 1:
+        if is_dynamo_compiling() and given.is_floating_point() and given.shape[1] == 1:
             return _add_products_one_by_one(out, given, change, first)
         left, right = change.factors()  # (queries, rank, out), (queries, rank, in)
         dots = torch.bmm(given, right.mT.to(given.dtype)) if has_fractions(right) else given[:, :, None] == right[:, None, :]
@@ -143,7 +144,7 @@ def _patches(module: Any, x: Tensor) -> Tensor:
     if x.ndim == 3:  # a sequence is an image of height one
         x, sizes = x.unsqueeze(2), [(1, *size) for size in sizes]
     kernel, dilation, stride = sizes
-    if x.is_cuda and set(dilation) == {1} and not torch.compiler.is_compiling():
+    if x.is_cuda and set(dilation) == {1} and not is_dynamo_compiling():
         return _windows(x, kernel, stride)
     return F.unfold(x, kernel, dilation=dilation, stride=stride).mT
 

@@ -82,13 +82,11 @@ class Descent:
     @property
     def is_plain(self) -> bool:
         """Whether a step is -lr * grad, the lr being numbers."""
-        return not (self.momentum or self.clip or self.proximal) and self.passes_on
+        return not (self.momentum or self.clip or self.proximal) and (type(self.lr) is float or self.passes_on)
 
     @property
     def passes_on(self) -> bool:
         """With numbers for lr. One that is learned has grad for its derivative, and 0 * inf = nan."""
-        if type(self.lr) is float:  # as nearly always, and to ask whether it is a mapping takes its time
-            return True
         rates = self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]
         return not any(isinstance(rate, Tensor) for rate in rates)
 

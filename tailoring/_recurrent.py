@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
@@ -61,7 +62,7 @@ def _in_plain_operations(layer: nn.Module, stood_in_for: bool) -> Callable[..., 
         return Unrolled(layer)
     if not isinstance(layer, nn.LSTMCell) or type(layer).forward is not nn.LSTMCell.forward:
         return None
-    if is_patched(layer) and not (stood_in_for and torch.compiler.is_compiling()):
+    if is_patched(layer) and not (stood_in_for and is_dynamo_compiling()):
         return None
     return functools.partial(_lstm_cell, layer)
 

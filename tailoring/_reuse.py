@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from ._adapt import Adapter
@@ -66,7 +67,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _in_memory(t: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and type(t) is Tensor and t.layout == torch.strided
+    return not is_dynamo_compiling() and type(t) is Tensor and t.layout == torch.strided
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:
@@ -74,7 +75,7 @@ def _place(t: Tensor) -> tuple[Any, ...]:
 
 
 def _versions(found: list[Any]) -> list[int]:
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return []
     return [0 if t.is_inference() else t._version for t in found if isinstance(t, Tensor)]  # inference tensors cannot change here
 
@@ -82,12 +83,12 @@ def _versions(found: list[Any]) -> list[int]:
 def _constant(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor):
         return isinstance(leaf, _CONSTANTS)
-    return torch.compiler.is_compiling() or not is_functorch_wrapped_tensor(leaf)
+    return is_dynamo_compiling() or not is_functorch_wrapped_tensor(leaf)
 
 
 def _circumstances(spec: Any, given: list[Any]) -> Any:
     """On what else an answer depends: how the module is called, and in which precision."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return spec
     device = next((t.device.type for t in given if isinstance(t, Tensor)), "cpu")
     return spec, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
@@ -171,7 +172,7 @@ class Reuse:
         return out
 
     def _held(self, name: str, module: nn.Module) -> list[Any]:
-        if torch.compiler.is_compiling():  # numbers at least, which dynamo follows; tensors were watched when the prefix was found
+        if is_dynamo_compiling():  # numbers at least, which dynamo follows; tensors were watched when the prefix was found
             return [_at(self.model, path) for path in self._prefix[name]]
         return held_by(module)
 
@@ -185,7 +186,7 @@ def _flat_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
 
 def _keepable(given: list[Any]) -> bool:
     """Whether an answer can be kept for other passes. What needs gradients may come from the state, or wants one of its own."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return not any(isinstance(t, Tensor) and t.requires_grad for t in given)
     differentiated = forward_ad._current_level >= 0 or any(isinstance(t, Tensor) and t.requires_grad for t in given)
     return not differentiated and all(map(_constant, given))
@@ -248,7 +249,7 @@ def _outermost(module: nn.Module, name: str, outputs: set[nn.Module], weights: s
 
 def worth_keeping(multiplications: float) -> bool:
     """Whether a prefix that makes so many of them for a batch is worth its keep: always in compiled code, which looks after nothing."""
-    return torch.compiler.is_compiling() or multiplications >= WORTH_KEEPING
+    return is_dynamo_compiling() or multiplications >= WORTH_KEEPING
 
 
 def _share(model: nn.Module, names: tuple[str, ...], seen: list[Seen]) -> float:

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from threading import get_ident
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ._trees import first_tensor
 
@@ -26,7 +26,7 @@ ADAPTING = threading.RLock()  # held while a model runs with anything of it repl
 @contextmanager
 def alone() -> Iterator[None]:
     """One thread at a time. (Dynamo traces in one thread, and cannot trace a lock.)"""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         yield
     else:
         with ADAPTING:
@@ -64,12 +64,11 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
     """
 
     def __init__(self, stand_ins: Iterable[StandIn]):
-        self.stand_ins = stand_ins
-        self.up: list[StandIn] = []
-        self.owner: int | None = None
+        self.stand_ins = list(stand_ins)
+        self.owner: int | None = None  # the thread for which they are up
 
     def __enter__(self) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_dynamo_compiling():
             ADAPTING.acquire()
             self.owner = get_ident()
         try:
@@ -80,21 +79,22 @@ class intercepted:  # noqa: N801 - reads as the function it is; a generator woul
                 now = stand_in.now
                 now[1] = self.owner  # first: another thread that looks in between finds no forward yet
                 now[0] = module.forward
-                self.up.append(stand_in)
                 own["forward"] = stand_in.shadow
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: Any) -> None:
-        while self.up:
-            stand_in = self.up.pop()
+        for stand_in in reversed(self.stand_ins):
+            if stand_in.now[0] is None:  # it was never put up
+                continue
             if stand_in.before is None:
                 stand_in.module.__dict__.pop("forward", None)
             else:
                 stand_in.module.__dict__["forward"] = stand_in.before
             stand_in.before = stand_in.now[0] = None
         if self.owner is not None:
+            self.owner = None
             ADAPTING.release()
 
 

@@ -291,7 +291,8 @@ def all_finite(numbers: list[Any]) -> bool:
     """Whether all of them are: surely so if it says so, since a sum or a norm may overflow."""
     if is_small(numbers):
         flat = _flatten_dense_tensors(numbers)
-        return cmath.isfinite(flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).item())
+        total = flat.sum() if flat.dtype == torch.float32 else flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32))
+        return cmath.isfinite(total.item())
     with torch.no_grad():
         return math.isfinite(torch.stack(torch._foreach_norm(numbers)).sum().item())  # pyright: ignore[reportPrivateImportUsage]
 

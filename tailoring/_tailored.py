@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from ._adapt import CN, Adapter
@@ -129,8 +130,9 @@ class Tailored(Fitting):
             out, sure = self._compiled_answer(x)
             if sure or all_finite(out):
                 return out  # else let the guards of eager mode look at it
-        answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
-        return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
+        first, *others = self._batches(x)
+        answer = self._answered(first)
+        return cat_rows([answer, *map(self._answered, others)], self._find_places(x).answer_rows) if others else answer
 
     @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
@@ -144,15 +146,13 @@ class Tailored(Fitting):
         """The answers to `x` with a state from before; on `queries * k` rows each query's state serves k rows."""
         if count_rows(x) == 0:
             return self._untailored(x)
-        structure = self._find_structure()
-        batch = Batch(x, count_rows(x), self._find_places(x, structure), kernels=structure and self._plain_kernels(structure))
+        batch = Batch(x, count_rows(x), self._find_places(x))
         check_state(state, self._identity(batch, 1))
         return self._keeping_little(lambda: self._answer(batch, state), batch, state)[0]
 
     def adapted(self, x: Any, state: State) -> Bound:
         """The model with a state from before, as a loss is given it: its features, methods and submodules, at `x` or `queries * k` rows."""
-        structure = self._find_structure()
-        batch = Batch(x, count_rows(x), self._find_places(x, structure))
+        batch = Batch(x, count_rows(x), self._find_places(x))
         check_state(state, self._identity(batch, 1))
 
         def run(reading: Reading, args: Any, kwargs: Any) -> Any:
@@ -294,19 +294,17 @@ class Tailored(Fitting):
                 self._loss_structure = structure_of(loss, self._loss_structure)
             refuse_mixing_modules(loss, structure and self._loss_structure)
         queries, places = count_rows(x), self._find_places(x, structure)
-        kernels = structure and self._plain_kernels(structure)
         if start is not None:
             check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
         if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
             raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
         start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
-            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries), kernels)]
+            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries))]
         parts = split_rows([x, start, seeds], self.chunk)
         sizes = [count_rows(part) for part, *_ in parts]
         return [
-            Batch(part, n, places, own_seeds, own, self._reuse(places, n), kernels)
-            for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
+            Batch(part, n, places, own_seeds, own, self._reuse(places, n)) for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
         ]
 
     def _reuse(self, places: Places, queries: int) -> Reuse | None:
@@ -315,7 +313,7 @@ class Tailored(Fitting):
         if not worth_keeping(places.multiplications * queries):
             return None
         if prefix and torch.is_grad_enabled():
-            if torch.compiler.is_compiling():
+            if is_dynamo_compiling():
                 return None
             weights = {name: [t for t in held_by(self.net.get_submodule(name)) if isinstance(t, Tensor)] for name in prefix}
             prefix = {name: prefix[name] for name in prefix if not any(t.requires_grad for t in weights[name])}
@@ -327,7 +325,7 @@ class Tailored(Fitting):
         if structure is None:
             return self._find_traced(x)
         key = key or self._key(x, structure)
-        numbers = _numbers(x)
+        numbers = () if isinstance(x, Tensor) else _numbers(x)
         if numbers:
             key = self._ways.setdefault(key, Ways()).key(key, numbers)
         places = self._places.get(key)
@@ -341,7 +339,8 @@ class Tailored(Fitting):
             if not answers:
                 warnings.warn(_UNSEEN, stacklevel=2)
             rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
-            places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row, set())
+            kernels = self._plain_kernels(structure)
+            places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row, set(), kernels)
             if numbers:
                 self._ways[key[0]].note(numbers, tuple((s.name, s.call) for s in seen))
             while len(self._places) >= _MOST_PLACES:
@@ -356,7 +355,7 @@ class Tailored(Fitting):
             here = _kind(x)
             for kind, places in self._traced:
                 if kind == here:
-                    return places._replace(sited=sited(self.net, places.sited.sites))  # dynamo knows a module by its path
+                    return places._replace(sited=sited(self.net, places.sited.sites), kernels=None)  # dynamo knows a module by its path
         raise RuntimeError(
             "the sites of this model are not known yet for such an input: call model.prepare(x) once, with an x of this shape and type, "
             "before compiling it"
@@ -369,10 +368,10 @@ class Tailored(Fitting):
 
     def _find_structure(self) -> Structure | None:
         """The model's modules, as they are now: None in compiled code. What was known of a model with other ones is forgotten."""
-        if torch.compiler.is_compiling():
-            if not torch.compiler.is_dynamo_compiling():  # not is_exporting(), which to torch 2.11's dynamo is always so
-                raise RuntimeError(_NOT_EXPORTED)
+        if is_dynamo_compiling():
             return None
+        if torch.compiler.is_exporting():  # asked second: to torch 2.11's dynamo this is always so
+            raise RuntimeError(_NOT_EXPORTED)
         structure = structure_of(self.net, self._structure)
         if structure is not self._structure:
             self._structure = structure
@@ -382,7 +381,7 @@ class Tailored(Fitting):
     def _key(self, x: Any, structure: Structure) -> Any:
         """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision; and the adapter."""
         net = self.net
-        precision = precision_of(structure), net.training, self.adapt, self.adapt.depends_on(net)
+        precision = precision_of(structure), net.training, self.backprop, self.adapt, self.adapt.depends_on(net)
         if isinstance(x, Tensor):
             return precision, x.ndim, x.shape[1:], x.dtype
         leaves, spec = pytree.tree_flatten(x)
@@ -410,8 +409,6 @@ def _told(leaf: Any) -> Any:
 
 def _numbers(x: Any) -> tuple[float, ...]:
     """What is measured rather than counted, and shared by all queries. (Of a GPU's numbers it would have to be waited for.)"""
-    if isinstance(x, Tensor):
-        return ()
     leaves = (t.item() if isinstance(t, Tensor) and not t.ndim and t.is_cpu and t.is_floating_point() else t for t in pytree.tree_leaves(x))
     return tuple(leaf for leaf in leaves if isinstance(leaf, float))
 

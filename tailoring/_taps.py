@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ._states import LowRank, without_autocast
@@ -92,7 +93,7 @@ class Taps:
     def listen(self, tap: Tap, out: Tensor) -> Tensor:
         if self.probes is not None:
             out = out + self.probes[len(self.heard)]
-        elif not torch.compiler.is_compiling():
+        elif not is_dynamo_compiling():
             if has_tangent(out) or (not out.requires_grad and transformed(out)):  # a derivative as well, taken forward or by torch.func
                 self.noticed.append(True)
                 return out

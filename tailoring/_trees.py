@@ -69,6 +69,8 @@ def versions(tree: Any) -> list[int]:
 
 
 def first_tensor(tree: Any) -> Tensor:
+    if isinstance(tree, Tensor):
+        return tree
     found = tensors(tree)
     if not found:
         raise ValueError(f"expected a tensor, or a structure with one in it, not {type(tree).__name__}")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from . import _states as states
 from ._adapt import Adapter, Evaluate
@@ -21,7 +22,7 @@ from ._inner import differentiate, reached
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
 from ._recurrent import Unrolled, is_patched
-from ._sites import Around, At, Reading, alone, check_at, describe, intercepted, matching
+from ._sites import Around, At, Reading, alone, check_at, describe, matching
 from ._states import Entry, LowRank, State, as_tensor
 from ._taps import Tap, Taps, transformed
 from ._trees import count_rows, map_tensors, tensors
@@ -119,9 +120,9 @@ class Weights(Adapter):
             changes = {name: as_tensor(entry) for name, entry in state.items()}
             return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=_rows_of(reading, sites[0]))
         _refuse_looking_inside(reading, sites)
-        now, stand_ins = cast = sited.cast(_stand_in, state)
+        now, at_work = cast = sited.cast(_stand_in, state)
         now.queries, now.taps, now.given = states.rows_of(state), taps, (args, kwargs)
-        with intercepted(stand_ins):
+        with at_work:
             out = reading(model, lambda module: module(*args, **kwargs))
         sited.dismiss(cast)
         return out
@@ -133,7 +134,7 @@ class Weights(Adapter):
             return differentiate(evaluate, state, graph)
         tapped = {s.key for s in sites if s.how in TAPPED}
         free = {name: as_tensor(entry) for name, entry in state.items() if name not in tapped}
-        listen = _listen_compiled if torch.compiler.is_compiling() else _listen
+        listen = _listen_compiled if is_dynamo_compiling() else _listen
         with torch.enable_grad():
             found = listen(evaluate, state, free, graph)
         if found is None:  # a second derivative uses the weights twice: let autograd see them
@@ -236,7 +237,7 @@ def _copied(sites: list[Site], now: Pass) -> Around:
         try:
             changes = {local: as_tensor(now.state[key]) for local, key in names.items()}
             run = Unrolled(module) if isinstance(module, nn.RNNBase) else forward
-            bare = None if torch.compiler.is_compiling() and not isinstance(module, nn.RNNBase) else run
+            bare = None if is_dynamo_compiling() and not isinstance(module, nn.RNNBase) else run
             return call_with_copies(module, Reading(), changes, args, kwargs, rows=all_rows, forward=bare)
         finally:
             inside[0] = False

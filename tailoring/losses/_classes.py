@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import random
 from .._kernels import plain_kernels
@@ -157,7 +158,7 @@ def _flat_logits(prediction: Any) -> Tensor:
 
 
 def _gradient(function: Any, at: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():  # dynamo traces torch.func.grad but not torch.autograd.grad
+    if is_dynamo_compiling():  # dynamo traces torch.func.grad but not torch.autograd.grad
         return torch.func.grad(function)(at).detach()
     with torch.enable_grad():
         at = at.detach().requires_grad_()
