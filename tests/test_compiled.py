@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
+from threading import Event
 
 import pytest
 import torch
@@ -403,3 +405,26 @@ def test_a_new_shape_takes_one_program_and_leaves_the_others():
                 model(torch.randn(3, length + 2, 4, dtype=torch.float64))
             model.trace(torch.randn(3, 20 + seen, 4, dtype=torch.float64))
             assert len(made) == seen
+
+
+def test_other_threads_tailor_while_a_program_is_built():
+    """Their own models, in eager mode: whether dynamo looks is a question to each thread, not one flag."""
+    model, x = Tailored(mlp(seed=1), drift, adapt=CN(nn.Tanh), steps=2, lr=1e-2), queries()
+    expected, done = model(x), Event()
+
+    def answer_on() -> int:
+        answered = 0
+        while not done.is_set():
+            torch.testing.assert_close(model(x), expected)
+            answered += 1
+        return answered
+
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        answers = pool.submit(answer_on)
+        try:
+            own = Tailored(mlp(), drift, adapt=CN(nn.Tanh), steps=2, lr=1e-2).prepare(x)
+            torch.compile(own, backend="aot_eager", fullgraph=True)(x)
+            counted()[0](x)
+        finally:
+            done.set()
+        assert answers.result() > 0
