@@ -235,27 +235,16 @@ class Fitting(OwnNames):
         return plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none", structure=structure)
 
     def _fitted(self, batch: Batch) -> State:
-        hurried = self._hurried(batch)
-        return self._fit(batch).state if hurried is None else compact(hurried[0]) if self.adapt.outer_products else hurried[0]
-
-    def _answered(self, batch: Batch) -> Any:
-        """The answers by the state fitted to the batch."""
-        hurried = self._hurried(batch, functools.partial(self._run, batch))
-        if hurried is None:
-            return self._answer(batch, self._fit(batch).state)[0]
-        state, out, sure = hurried
-        return out if sure or all_finite(out) else self._mended(batch, state, out)[0]
-
-    def _hurried(self, batch: Batch, answer: Callable[[State], Any] = lambda _: None) -> tuple[State, Any, bool] | None:
-        """The state, what `answer` makes of it, and whether that is known to be finite; None if it takes a closer look."""
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
         if self.steps > 0 and self._is_plain and first_order and may_look() and isinstance(self.rule, Descent):
             kept = batch.start if batch.start is not None else self._starts.kept_for(batch)
             start = self._identity(batch, self.adapt.rows(batch.queries)) if kept is None else kept
-            if kept is None and self.adapt.constant_start and not self.tailoring.wants_start:
-                self._starts.keep(batch, start)
-            return hurry(functools.partial(self._gradient, batch), start, self.rule.rates, self.steps, answer)
-        return None
+            state = hurry(functools.partial(self._gradient, batch), start, self.rule.rates, self.steps)
+            if state is not None:
+                if kept is None and self.adapt.constant_start and not self.tailoring.wants_start:
+                    self._starts.keep(batch, start)  # now, that it is known to be sound
+                return compact(state) if self.adapt.outer_products else state
+        return self._fit(batch).state
 
     def _rescued(self, batch: Batch) -> Any:
         """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
@@ -302,10 +291,8 @@ class Fitting(OwnNames):
     def _answer(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
         """The prediction, and which rows of the state were not fit to answer with (None: no one, or that was not looked at)."""
         out = self._run(batch, state)
-        return (out, None) if not may_look() or all_finite(out) else self._mended(batch, state, out)
-
-    def _mended(self, batch: Batch, state: State, out: Any) -> tuple[Any, Tensor]:
-        """The same of answers that may not all be finite."""
+        if not may_look() or all_finite(out):
+            return out, None
         rows, where_rows = rows_of(state), batch.places.answer_rows
         bad = ~finite_rows(out, rows, where_rows).to(device_of(state))
         if bad.any():  # a state may be finite and yet too far out to answer with

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import has_torch_function_unary
 
 from . import _states as states
 from ._kernels import may_look
 from ._optimisers import Rule
 from ._states import State
-from ._trees import has_fractions
 
 Backprop = Literal["none", "last", "all"]
 Keep = Literal["last", "best"]
@@ -101,30 +101,23 @@ def descend(
         yield Moment(reached, home or base, values, taken, failed, stopped)
 
 
-def hurry(
-    gradient: Gradient, state: State, rates: RatesAt, steps: int, answer: Callable[[State], Any] = lambda _: None
-) -> tuple[State, Any, bool] | None:
+def hurry(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> State | None:
     """What `descend` comes to by plain gradient descent, at first order, if all goes well: nothing is looked at on the way.
 
-    Its state, `answer(state)`, and whether that is known to be finite: it usually can be looked at in the same go. None if a number was
-    not finite on the way, which is rare: then `descend` has to find out where. A state that is not finite once stays so, and a loss that
-    is not finite stays so in the sum, hence one look in the end will do.
+    None if a number was not finite somewhere, which is rare: then `descend` has to find out where. A state that is not finite once
+    stays so, and a loss that is not finite stays so in the sum, hence one look in the end will do. (It cannot wait for the answer: a model
+    that is run with what is not finite may keep it in a statistic, or not come to an end.)
     """
     seen: list[Tensor] = []
     try:
         for step in range(steps):
             values, state = _step_blindly(gradient, state, rates, step)
             seen.append(values)
-        out = answer(state)
     except Exception:
-        if bool(states.finite(state).all()):
+        if bool(states.finite(state).all()) and all(bool(values.isfinite().all()) for values in seen):
             raise
         return None  # a loss may refuse what is not finite: the parameters of a distribution
-    seen += states.numbers(state)
-    together = type(out) is Tensor and has_fractions(out) and out.device == seen[0].device and out.layout == torch.strided
-    if together and states.all_finite([*seen, out.detach() if out.requires_grad else out]):
-        return state, out, True
-    return (state, out, False) if states.all_finite(seen) else None
+    return state if states.all_finite([*seen, *states.numbers(state)]) else None
 
 
 def hurry_by_row(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> tuple[State, Tensor]:
@@ -204,9 +197,9 @@ def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[st
 def _grad(total: Tensor, inputs: tuple[Tensor, ...], graph: bool) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad(total, inputs, create_graph=graph, allow_unused=True)`, without its looks at what it is given.
 
-    These take a twentieth of a small model's step. Whatever is no plain tensor may have a way of its own, which that function knows.
+    These take a twentieth of a small model's step. A kind of tensor with ways of its own, or a mode, is told by that function.
     """
-    if type(total) is not Tensor:
+    if has_torch_function_unary(total):
         return torch.autograd.grad(total, inputs, create_graph=graph, allow_unused=True)
     return _engine_run_backward((total,), (torch.ones_like(total),), graph, graph, inputs, allow_unreachable=True, accumulate_grad=False)
 

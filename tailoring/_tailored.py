@@ -131,8 +131,10 @@ class Tailored(Fitting):
             if sure or all_finite(out):
                 return out  # else let the guards of eager mode look at it
         first, *others = self._batches(x)
-        answer = self._answered(first)
-        return cat_rows([answer, *map(self._answered, others)], self._find_places(x).answer_rows) if others else answer
+        answer = self._answer(first, self._fitted(first))[0]
+        if not others:
+            return answer
+        return cat_rows([answer, *(self._answer(b, self._fitted(b))[0] for b in others)], self._find_places(x).answer_rows)
 
     @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:

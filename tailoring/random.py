@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ._trees import tensors
 
@@ -36,9 +35,10 @@ def _exact(hashed: Callable[..., Tensor], shape: Callable[..., tuple[int, ...]])
 
     Inductor would take positions times a constant for an index, and C++ may do as it likes where an integer overflows.
     """
+    # is_compiling(), not is_dynamo_compiling(): export traces without dynamo, too
     operator = torch.library.custom_op(f"tailoring::{hashed.__name__.strip('_')}", hashed, mutates_args=())
     operator.register_fake(lambda seeds, *rest: seeds.new_empty(shape(seeds, *rest), dtype=torch.int64))
-    return lambda *args: operator(*args) if is_dynamo_compiling() else hashed(*args)
+    return lambda *args: operator(*args) if torch.compiler.is_compiling() else hashed(*args)
 
 
 def _hash_rows(seeds: Tensor, words: Tensor) -> Tensor:

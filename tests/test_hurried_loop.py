@@ -1,0 +1,91 @@
+"""The loop that looks at its numbers in the end: what it leaves behind where one of them is not finite, or a call fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import mlp, queries
+from torch import Tensor, nn
+
+from tailoring import CN, Tailored
+
+
+class Watching(nn.Module):
+    """Keeps a statistic of its answers, as some models do in evaluation mode, too; refuses to answer much."""
+
+    def __init__(self, most: float = torch.inf):
+        super().__init__()
+        self.first, self.act, self.last, self.most = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), most
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.last(self.act(self.first(x)))
+        if out.detach().abs().max() > self.most:
+            raise ValueError("too much")
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * out.mean(0))
+        return out
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seeded):
+    """All networks here are drawn."""
+
+
+def test_the_model_is_not_run_with_a_state_that_is_not_finite():
+    def root_of_a_negative_number(model, x):
+        return (model.act(model.first(x)).sum(1) - 9).sqrt()
+
+    model = Tailored(Watching(), root_of_a_negative_number, adapt=CN("act"), steps=1, lr=0.1)
+    x = torch.randn(1, 3)
+    torch.testing.assert_close(model(x), model.net(x))
+    assert bool(model.net.mean.isfinite().all())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("raised_by", ["the answer", "the loss"])
+def test_what_a_query_whose_loss_is_not_finite_makes_fail_costs_it_alone(raised_by):
+    """Its state is finite, only too far out: an infinity that is added has no gradient."""
+    steps = 1 if raised_by == "the answer" else 2
+
+    def steep(model, x):
+        squares, bad = model(x).square().sum(1), x[:, 0] > 5
+        return torch.where(bad, 1e9 * squares + torch.inf, squares)
+
+    model, x = Tailored(Watching(most=1e3), steep, adapt=CN("act"), steps=steps, lr=1e-3), torch.randn(4, 3)
+    x[1, 0] = 6.0
+    answers, others = model(x), [0, 2, 3]
+    torch.testing.assert_close(answers[1], model.net(x)[1])
+    torch.testing.assert_close(answers[others], model(x[others]))
+    assert not torch.allclose(answers[others], model.net(x)[others])
+    assert model.trace(x).failed.tolist() == [False, True, False, False]
+
+
+def test_a_call_that_fails_leaves_no_start_to_the_next_one():
+    model, x = Tailored(mlp(), lambda m, x: m(x).square().sum(1), adapt=CN(nn.Tanh), steps=1), queries(1)
+    expected = Tailored(model.net, model.loss, adapt=CN(nn.Tanh), steps=1)(x)
+    model(queries(2))  # finds the places; of another number of queries
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        torch.func.functionalize(model)(x)  # cannot be asked whether it is finite
+    answer = model(x)
+    assert not torch._is_functional_tensor(answer)
+    torch.testing.assert_close(answer, expected)
+
+
+class Ours(torch.overrides.TorchFunctionMode):
+    """Hears of all that PyTorch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[object] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.heard.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_hears_of_the_inner_gradient():
+    model, x = Tailored(mlp(), lambda m, x: m(x).square().sum(1), adapt=CN(nn.Tanh), steps=2), queries()
+    expected = model(x)
+    with Ours() as mode:
+        torch.testing.assert_close(model(x), expected)
+    assert mode.heard.count(torch.autograd.grad) == 2
