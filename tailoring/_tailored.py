@@ -130,11 +130,8 @@ class Tailored(Fitting):
             out, sure = self._compiled_answer(x)
             if sure or all_finite(out):
                 return out  # else let the guards of eager mode look at it
-        first, *others = self._batches(x)
-        answer = self._answer(first, self._fitted(first))[0]
-        if not others:
-            return answer
-        return cat_rows([answer, *(self._answer(b, self._fitted(b))[0] for b in others)], self._find_places(x).answer_rows)
+        answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
+        return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
 
     @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
