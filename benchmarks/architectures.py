@@ -44,6 +44,7 @@ def cases(o: Options) -> Cases:
         "Weights": lambda: tailored(Weights()),
         "Weights compiled": lambda: tailored(Weights(), True),
         "vmap": lambda: tailored(Weights(how="vmap")),
+        "vmap compiled": lambda: tailored(Weights(how="vmap"), True),
     }
 
 

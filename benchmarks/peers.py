@@ -11,13 +11,14 @@ once. "JAX CN" moves the scales and shifts that CN does. JAX multiplies at the p
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from _measure import Cases, Options, Run, bench, of_another_library
-from _work import drift, planets, without_gradients
+from _work import compiled, drift, planets, without_gradients
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -51,6 +52,7 @@ def cases(o: Options) -> Cases:
         "Weights compiled": lambda: tailored(Weights(), True),
         "JAX weights": lambda: with_jax(x, o, weights=True),
         "torch.func.vmap": lambda: peer(with_vmap),
+        "torch.func.vmap compiled": lambda: peer(functools.partial(with_vmap, compile=True)),
         "higher": lambda: peer(with_higher),
         "torchopt": lambda: peer(with_torchopt),
         "torch-ttt": lambda: peer(with_torch_ttt),
@@ -64,7 +66,7 @@ def checked(run: Run, expected: Tensor, x: Tensor, steps: int) -> Run:
     return run
 
 
-def with_vmap(net: nn.Module, x: Tensor, steps: int) -> Run:
+def with_vmap(net: nn.Module, x: Tensor, steps: int, *, compile: bool = False) -> Run:
     theta = {name: p.detach() for name, p in net.named_parameters()}
 
     def loss(theta: dict[str, Tensor], row: Tensor) -> Tensor:
@@ -77,7 +79,9 @@ def with_vmap(net: nn.Module, x: Tensor, steps: int) -> Run:
             own = {name: p - LR * slopes[name] for name, p in own.items()}
         return functional_call(net, own, (row[None],))[0]
 
-    return checked(without_gradients(lambda: vmap(answer)(x)), vmap(answer)(x), x, steps)
+    answers = compiled(vmap(answer), x.device.type) if compile else vmap(answer)
+    run = without_gradients(lambda: answers(x))
+    return checked(run, run(), x, steps)
 
 
 def with_higher(net: nn.Module, x: Tensor, steps: int) -> Run:
