@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 from ._bound import Bound
 from ._casts import Pass, Site, Sited
 from ._channels import ask_layer, channel_dimension, default_names, is_last_hidden
+from ._entries import as_tensor
 from ._inner import differentiate
 from ._sites import WHOLE, Around, At, Reading, check_at, describe, matching
-from ._states import State, as_tensor
+from ._states import State
 from ._trees import copies_per_query, repeat_rows
 from ._watch import Seen, refuse_checkpoints, refuse_disorder, watch
 

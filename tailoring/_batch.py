@@ -7,7 +7,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ._casts import Site, Sited
+from ._casts import Site
 from ._inner import Moment
-from ._reuse import Prefix, Reuse
+from ._places import Places
+from ._reuse import Reuse
 from ._states import State, is_small, where
 from ._trees import first_tensor, has_fractions, map_tensors, repeat_rows, tensors
 
@@ -44,41 +44,6 @@ class Trace:
             f"mean steps of the answer {self.steps.double().mean():.2f}, stopped early {int(self.stopped.sum())}, "
             f"fell back {int(self.failed.sum())}\nadapted: {places}\nof the model, run once for all steps: {once}"
         )
-
-
-class Places(NamedTuple):
-    """What is known of a model for inputs of one shape."""
-
-    sited: Sited
-    prefix: Prefix  # modules that lie below the first site, and can run once for all steps
-    multiplications: float  # that these make for a query
-    answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
-    answers_by_row: bool  # every tensor of the answer has one, in which the rows of a query follow each other
-    tried: set[str]  # what was asked of the tailoring loss, once for all
-    kernels: AbstractContextManager[None] | None  # plain ones, for each of the passes; None: to be asked for at each
-
-
-class Ways:
-    """Which ways a model has gone with numbers that all queries share, such as a time step: `if t > 0.5` may send the data elsewhere.
-
-    A few are looked at. If they all go one way, others are taken to do so too; else each is looked at.
-    """
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[float, ...], Any] = {}
-        self.differ = False
-
-    def key(self, kind: Any, numbers: tuple[float, ...]) -> tuple[Any, tuple[float, ...]]:
-        """Under which the sites are known, or to be."""
-        return kind, numbers if self.differ or numbers in self.seen or len(self.seen) < _LOOKS else next(iter(self.seen))
-
-    def note(self, numbers: tuple[float, ...], way: Any) -> None:
-        self.differ = self.differ or any(way != other for other in self.seen.values())
-        if len(self.seen) < _LOOKS:
-            self.seen[numbers] = way
-
-
-_LOOKS = 8
 
 
 class Batch(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _states as states
+from . import _entries as entries
 from ._adapt import Adapter
 from ._casts import Site, sited
 from ._inner import NoGradientError
@@ -60,7 +60,7 @@ def tried(model: nn.Module, rules: Way, copies: Way, x: Any, share: float) -> st
         state = adapter.init(model, sites, 2, tensors((args, kwargs))[0].device)
         values, grads = adapter.gradient(evaluate, sites, state, (0, 1), False)
         shapes = {s.key: s.shape for s in sites}
-        return values.detach(), {name: states.dense(entry, shapes[name]) for name, entry in grads.items()}
+        return values.detach(), {name: entries.dense(entry, shapes[name]) for name, entry in grads.items()}
 
     with plain_kernels(model, graph=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is no concern to who takes the rules
@@ -86,7 +86,7 @@ def tried(model: nn.Module, rules: Way, copies: Way, x: Any, share: float) -> st
 
 def _total(out: Any) -> Tensor:
     """Of all answers, each of which counts the same, whatever its unit."""
-    parts = [states.in_parts(t) for t in tensors(out) if has_fractions(t)]
+    parts = [entries.in_parts(t) for t in tensors(out) if has_fractions(t)]
     parts = [t.double() / t.detach().double().abs().max().clamp(min=1e-300) for t in parts if t.numel()]
     return sum((t.sin().sum() for t in parts), torch.zeros((), dtype=torch.float64))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -13,12 +12,12 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _states as states
 from ._adapt import Adapter
-from ._batch import Batch, Fit, Places, Starts, Trace, all_finite, better, finite_rows, rows_where
+from ._batch import Batch, Fit, Starts, Trace, all_finite, better, finite_rows, rows_where
 from ._bound import Bound
 from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
-from ._kernels import Structure, may_look, plain_kernels
-from ._learned import OwnNames
+from ._kernels import may_look
 from ._optimisers import Descent, Rule
+from ._places import Places, Placing
 from ._recompute import recomputed
 from ._reuse import Reuse
 from ._sites import WHOLE, Reading
@@ -74,7 +73,7 @@ def _freed(state: State) -> list[bool]:
     return found
 
 
-class Fitting(OwnNames):
+class Fitting(Placing):
     """The part of `Tailored` that works on a `Batch`; the settings are told there."""
 
     adapt: Adapter
@@ -230,9 +229,6 @@ class Fitting(OwnNames):
             return self.adapt.call(batch.places.sited, state, reading, args, kwargs, taps)
         with reuse.serving(keep=keep):
             return self.adapt.call(batch.places.sited, state, reading, args, kwargs, taps)
-
-    def _plain_kernels(self, structure: Structure | None = None) -> AbstractContextManager[None]:
-        return plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none", structure=structure)
 
     def _fitted(self, batch: Batch) -> State:
         first_order = self.backprop == "none" or not torch.is_grad_enabled()

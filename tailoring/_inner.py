@@ -12,6 +12,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function_unary
 
+from . import _entries as entries
 from . import _states as states
 from ._kernels import may_look
 from ._optimisers import Rule
@@ -142,7 +143,7 @@ def _step_blindly(gradient: Gradient, state: State, rates: RatesAt, step: int) -
         if isinstance(entry, Tensor) and isinstance(grad, Tensor):  # here and not in a function: small models notice
             moved[name] = torch.add(entry, grad, alpha=-rate)
         else:
-            moved |= states.add({name: entry}, states.scale({name: grad}, lambda _, rate=rate: -rate))
+            moved[name] = entries.add(entry, entries.scale(grad, -rate))
     return values.detach(), moved  # with their graph, all that the weights below the first site would need stays
 
 

@@ -23,7 +23,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from ._states import Entry, LowRank, State, as_tensor
+from ._entries import Entry, LowRank, as_tensor
+from ._states import State
 from ._taps import Tap, Taps
 from ._trees import copies_per_query, has_fractions, repeat_rows
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._states import State, as_tensor, own_shape
+from ._entries import as_tensor, own_shape
+from ._states import State
 
 
 class Learned(nn.Module):

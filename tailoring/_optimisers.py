@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from . import _states as states
-from ._states import State, as_tensor, by_row, in_parts, per_row
+from ._entries import as_tensor, by_row, in_parts, per_row
+from ._states import State
 
 Rate = float | Sequence[float] | Tensor  # one for all steps, or one per step
 Rates = Rate | Mapping[str, Rate]  # one for all of the state, or by (pattern of) name

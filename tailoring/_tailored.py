@@ -10,33 +10,23 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.utils import _pytree as pytree
 
 from ._adapt import CN, Adapter
-from ._batch import Batch, Places, Starts, Trace, Ways, all_finite, in_inference_mode, leaves_inference_mode
+from ._batch import Batch, Starts, Trace, all_finite, in_inference_mode, leaves_inference_mode
 from ._bound import Bound
-from ._casts import sited
 from ._compiled import Compiled
 from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep
-from ._kernels import Structure, may_look, precision_of, structure_of
+from ._kernels import Structure, may_look, structure_of
 from ._learned import Learned
 from ._optimisers import LBFGS, Descent, Functional, Rates
-from ._recurrent import NEEDS_TRACEABLE, make_traceable
-from ._reuse import Reuse, find_prefix, held_by, multiplications, worth_keeping
+from ._places import Places, kind_of
+from ._recurrent import make_traceable
+from ._reuse import Reuse, held_by, worth_keeping
 from ._sites import Reading, alone
 from ._states import State, compact
-from ._trees import (
-    Inputs,
-    cat_rows,
-    count_rows,
-    model_call,
-    split_rows,
-)
+from ._trees import Inputs, cat_rows, count_rows, model_call, split_rows
 from ._validate import check_settings, check_state, refuse_mixing_modules
-from ._watch import watch, watching_once
-
-Kind = tuple[Any, ...]
 
 
 class Tailored(Fitting):
@@ -110,13 +100,8 @@ class Tailored(Fitting):
         self.keep: Keep = "best" if self.rule.searches else keep
         self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self.register_load_state_dict_post_hook(_take_rates)
-        self._places: dict[Any, Places] = {}
-        self._ways: dict[Any, Ways] = {}
-        self._traced: tuple[tuple[Kind, Places], ...] = ()  # those that compiled code knows, by kind of input
         self._starts = Starts()
-        self._structure: Structure | None = None
         self._loss_structure: Structure | None = None
-        self._prepared = False
         self.compile_options: Mapping[str, Any] | None = None if compile is False else {} if compile is True else compile
         self._compiled: Compiled | None = None
 
@@ -190,7 +175,7 @@ class Tailored(Fitting):
 
     def prepare(self, x: Any) -> Self:
         """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
-        places, kind = self._find_places(x), _kind(x)
+        places, kind = self._find_places(x), kind_of(x)
         self._traced = (*(known for known in self._traced if known[0] != kind), (kind, places))
         for name in self._identity(Batch(x, count_rows(x), places), 1):
             if isinstance(self.rule, Descent) and self.steps:
@@ -258,7 +243,7 @@ class Tailored(Fitting):
             if self._compiled is None or not self._prepared:
                 self.prepare(x)
                 self._compiled = Compiled(answer, self.compile_options or {}, self._owned, fills=self.adapt.rows(2) == 2)
-            self._traced = ((_kind(x), places),)  # alone: what else there is would be looked at, and a change of it compiled for
+            self._traced = ((kind_of(x), places),)  # alone: what else there is would be looked at, and a change of it compiled for
             try:
                 out = self._compiled(key, x, self.chunk, places.answer_rows, fills=places.answers_by_row)
             except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
@@ -319,74 +304,6 @@ class Tailored(Fitting):
             prefix = prefix if any(weights[name] for name in prefix) else {}  # else nothing but activation functions is left
         return Reuse(self.net, prefix) if prefix else None
 
-    def _find_places(self, x: Any, structure: Structure | None = None, key: Any = None) -> Places:
-        structure = structure or self._find_structure()
-        if structure is None:
-            return self._find_traced(x)
-        key = key or self._key(x, structure)
-        numbers = () if isinstance(x, Tensor) else _numbers(x)
-        if numbers:
-            key = self._ways.setdefault(key, Ways()).key(key, numbers)
-        places = self._places.get(key)
-        if places is None:
-            with watching_once():
-                here, seen = sited(self.net, self.adapt.sites(self.net, x)), watch(self.net, x)
-            if isinstance(self.rule, Descent) and isinstance(self.rule.lr, Mapping):
-                self.rule.check_names(list(self.adapt.init(self.net, here.sites, 1)))
-            prefix = find_prefix(self.adapt, here, seen, x)
-            answers = [s for s in seen if s.name == "" and s.leaf >= 0]
-            if not answers:
-                warnings.warn(_UNSEEN, stacklevel=2)
-            rows, by_row = {s.leaf: s.rows for s in answers}, bool(answers) and all(s.rows is not None and s.in_order for s in answers)
-            kernels = self._plain_kernels(structure)
-            places = Places(here, prefix, multiplications(self.net, prefix, seen) / 2, rows, by_row, set(), kernels)
-            if numbers:
-                self._ways[key[0]].note(numbers, tuple((s.name, s.call) for s in seen))
-            while len(self._places) >= _MOST_PLACES:
-                del self._places[next(iter(self._places))]
-            self._places[key] = places
-            self._traced = self._traced or ((_kind(x), places),)
-        return places
-
-    def _find_traced(self, x: Any) -> Places:
-        """The same in compiled code, which cannot look: of an input like one that `prepare`, or the first call, has seen."""
-        if self._prepared or not NEEDS_TRACEABLE:
-            here = _kind(x)
-            for kind, places in self._traced:
-                if kind == here:
-                    return places._replace(sited=sited(self.net, places.sited.sites), kernels=None)  # dynamo knows a module by its path
-        raise RuntimeError(
-            "the sites of this model are not known yet for such an input: call model.prepare(x) once, with an x of this shape and type, "
-            "before compiling it"
-        )
-
-    def _forget_places(self) -> None:
-        self._places.clear()
-        self._ways.clear()
-        self._traced = ()
-
-    def _find_structure(self) -> Structure | None:
-        """The model's modules, as they are now: None in compiled code. What was known of a model with other ones is forgotten."""
-        if is_dynamo_compiling():
-            return None
-        if torch.compiler.is_exporting():  # asked second: to torch 2.11's dynamo this is always so
-            raise RuntimeError(_NOT_EXPORTED)
-        structure = structure_of(self.net, self._structure)
-        if structure is not self._structure:
-            self._structure = structure
-            self._forget_places()
-        return structure
-
-    def _key(self, x: Any, structure: Structure) -> Any:
-        """What the sites may depend on: shapes and types of a query, what else the model is called with, its precision; and the adapter."""
-        net = self.net
-        precision = precision_of(structure), net.training, self.backprop, self.adapt, self.adapt.depends_on(net)
-        if isinstance(x, Tensor):
-            return precision, x.ndim, x.shape[1:], x.dtype
-        leaves, spec = pytree.tree_flatten(x)
-        parts = [(leaf.ndim, leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else _told(leaf) for leaf in leaves]
-        return precision, tuple(parts), str(spec)
-
 
 def _take_rates(model: Tailored, *_: Any) -> None:
     """Loading (`assign=True`) and conversions may put others in the place of parameters: the rule takes those that train."""
@@ -394,36 +311,10 @@ def _take_rates(model: Tailored, *_: Any) -> None:
         model.rule.lr = model.tailoring.rates(model.rule.lr)
 
 
-def _kind(x: Any) -> Kind:
-    """Shapes and types of a query's tensors, and what else may choose a way through the model, in a form that dynamo can compare."""
-    leaves = pytree.tree_leaves(x)
-    settings = (leaf for leaf in leaves if leaf is None or isinstance(leaf, bool | int | str))
-    return *((t.ndim, tuple(t.shape[1:]), t.dtype) for t in leaves if isinstance(t, Tensor)), *settings
-
-
-def _told(leaf: Any) -> Any:
-    """Of a number that is measured rather than counted, its type alone: a time step, which may be another at every call (see `Ways`)."""
-    return float if isinstance(leaf, float) else repr(leaf)
-
-
-def _numbers(x: Any) -> tuple[float, ...]:
-    """What is measured rather than counted, and shared by all queries. (Of a GPU's numbers it would have to be waited for.)"""
-    leaves = (t.item() if isinstance(t, Tensor) and not t.ndim and t.is_cpu and t.is_floating_point() else t for t in pytree.tree_leaves(x))
-    return tuple(leaf for leaf in leaves if isinstance(leaf, float))
-
-
 _OF_THE_DESCENT = {"lr", "momentum", "clip", "proximal"}
-_MOST_PLACES = 1024  # kinds of inputs that are remembered; to look at one takes as long as ten answers
 _TOO_MANY = (
     "this model asked for more programs than are kept, and answers in eager mode from now on: is it called with a number that is another "
     "at every call? Give that as a tensor, one for each query"
-)
-_NOT_EXPORTED = (
-    "torch.export cannot take a model that differentiates itself to answer: export the model it wraps, model.net, or compile this one"
-)
-_UNSEEN = (
-    "no tensor is found in the model's answer, so an answer that is not finite goes unnoticed: return tensors in tuples, lists or dicts, "
-    "or register your class with torch.utils._pytree.register_dataclass or register_pytree_node"
 )
 _NOT_COMPILED = (
     "tailoring: this model or its loss cannot be compiled; compile=False answers in eager mode. A loss that differentiates the model is "

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from ._states import LowRank, without_autocast
+from ._entries import LowRank, without_autocast
 from ._trees import has_fractions
 
 

@@ -13,9 +13,10 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ._adapt import Adapter
+from ._entries import LowRank, own_shape
 from ._inner import Backprop, Keep
 from ._kernels import Structure, found_once
-from ._states import LowRank, State, own_shape, rows_of
+from ._states import State, rows_of
 
 
 def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, keep: Any, stop: Any, chunk: Any, compile: Any) -> None:

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from . import _entries as entries
 from . import _states as states
 from ._adapt import Adapter, Evaluate
 from ._bound import Bound
 from ._casts import Pass, Site, Sited
 from ._copies import call_with_copies
 from ._doubt import doubt
+from ._entries import Entry, LowRank, as_tensor
 from ._inner import differentiate, reached
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
 from ._recurrent import Unrolled, is_patched
 from ._sites import Around, At, Reading, alone, check_at, describe, matching
-from ._states import Entry, LowRank, State, as_tensor
+from ._states import State
 from ._taps import Tap, Taps, transformed
 from ._trees import count_rows, map_tensors, tensors
 from ._watch import checkpoint_error, refuse_checkpoints, refuse_disorder, watch
@@ -138,7 +140,7 @@ class Weights(Adapter):
         with torch.enable_grad():
             found = listen(evaluate, state, free, graph)
         if found is None:  # a second derivative uses the weights twice: let autograd see them
-            values, grads = differentiate(evaluate, {s.key: states.dense(state[s.key], s.shape) for s in sites}, graph)
+            values, grads = differentiate(evaluate, {s.key: entries.dense(state[s.key], s.shape) for s in sites}, graph)
             kernels = {s.key for s in sites if s.how == "outer products" and len(s.shape) > 2}  # kept as matrices
             return values, {name: as_tensor(g).flatten(2) if name in kernels else g for name, g in grads.items()}
         values, grads, heard = found
@@ -195,7 +197,7 @@ def _collect(name: str, heard: Heard, entry: Entry, step: tuple[int, int]) -> En
     rank = step[1] * sum(g.shape[1] for _, g in uses)
     if isinstance(entry, LowRank) and all(_products_pay(tap, rank) for tap, _ in uses):
         lefts, rights = zip(*(tap.factors(g) for tap, g in uses), strict=True)
-        return LowRank(((step[0], states.joined(lefts), states.joined(rights)),))
+        return LowRank(((step[0], entries.joined(lefts), entries.joined(rights)),))
     first, *rest = (tap.matrices(g) for tap, g in uses)
     return sum(rest, first)
 
@@ -203,7 +205,7 @@ def _collect(name: str, heard: Heard, entry: Entry, step: tuple[int, int]) -> En
 def _products_pay(tap: Tap, rank: int) -> bool:
     if tap.is_table:  # to look up indices costs nothing
         return True
-    return tap.groups == 1 and states.products_pay(rank, tap.outputs, tap.inputs)
+    return tap.groups == 1 and entries.products_pay(rank, tap.outputs, tap.inputs)
 
 
 def _stand_in(module: nn.Module, sites: list[Site], now: Pass) -> Around:
@@ -324,7 +326,7 @@ def _nothing_moved(site: Site, queries: int, device: torch.device | None) -> Ent
         return torch.zeros(queries, *shape, dtype=dtype, device=device)
 
     if site.how == "rows of a table":
-        return LowRank(((states.START, zeros(0, site.shape[1]), zeros(0, dtype=torch.int64)),))
+        return LowRank(((entries.START, zeros(0, site.shape[1]), zeros(0, dtype=torch.int64)),))
     if site.how == "outer products" and len(site.shape) > 1:
-        return LowRank(((states.START, zeros(0, site.shape[0]), zeros(0, math.prod(site.shape[1:]))),))
+        return LowRank(((entries.START, zeros(0, site.shape[0]), zeros(0, math.prod(site.shape[1:]))),))
     return zeros(*site.shape)

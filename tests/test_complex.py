@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tailoring import CN, LBFGS, Tailored, Weights, theory
+from tailoring import _entries as entries
 from tailoring import _states as states
-from tailoring._states import LowRank
+from tailoring._entries import LowRank
 from tailoring.losses import Align, Conserve, Equivariant, Misfit, Residual
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -85,7 +86,7 @@ def test_statistics_of_complex_features():
 
 def test_the_square_of_zero_has_derivatives():
     z = torch.zeros(2, dtype=torch.complex128, requires_grad=True)
-    (slope,) = torch.autograd.grad(states.squares(z).sum(), z, create_graph=True)
+    (slope,) = torch.autograd.grad(entries.squares(z).sum(), z, create_graph=True)
     (curve,) = torch.autograd.grad(slope.real.sum(), z)
     assert slope.abs().max() == 0
     torch.testing.assert_close(curve, torch.full_like(z, 2))
@@ -199,7 +200,7 @@ def products(rank: int, queries: int = 3) -> LowRank:
 @pytest.mark.parametrize("rank", [1, 3])
 def test_the_algebra_of_complex_outer_products_is_that_of_their_matrices(rank):
     a, b = {"w": products(rank)}, {"w": products(2)}
-    dense_a, dense_b = ({"w": states.dense(entry["w"], (4, 5))} for entry in (a, b))
+    dense_a, dense_b = ({"w": entries.dense(entry["w"], (4, 5))} for entry in (a, b))
     for first, second in ((a, b), (a, dense_b), (dense_a, b)):
         found = states.dots(first, second)
         torch.testing.assert_close(found, (dense_a["w"].conj() * dense_b["w"]).real.sum((1, 2)), **EXACT)
@@ -208,10 +209,10 @@ def test_the_algebra_of_complex_outer_products_is_that_of_their_matrices(rank):
     torch.testing.assert_close(states.square_norms(a), states.square_norms(dense_a), **EXACT)
     assert (rank * states.largest(a) >= (1 - 1e-12) * states.largest(dense_a)).all()
     torch.testing.assert_close(states.add(a, b)["w"].dense(), dense_a["w"] + dense_b["w"], **EXACT)
-    torch.testing.assert_close(states.dense(states.compact(a)["w"], (4, 5)), dense_a["w"], **EXACT)
+    torch.testing.assert_close(entries.dense(states.compact(a)["w"], (4, 5)), dense_a["w"], **EXACT)
     rows = torch.tensor([True, False, True])
     chosen = states.where(rows, a, b)["w"]
-    torch.testing.assert_close(states.dense(chosen, (4, 5)), torch.where(rows[:, None, None], dense_a["w"], dense_b["w"]), **EXACT)
+    torch.testing.assert_close(entries.dense(chosen, (4, 5)), torch.where(rows[:, None, None], dense_a["w"], dense_b["w"]), **EXACT)
 
 
 def test_a_conjugate_that_is_only_noted_is_finite_or_not_as_any_number():

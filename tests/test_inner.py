@@ -10,6 +10,7 @@ from nets import Reached, answer_size, drift, energy, mlp, queries, summed_error
 from torch import nn
 
 from tailoring import CN, LBFGS, Descent, Shift, Tailored, Weights, outer_losses
+from tailoring import _entries as entries
 from tailoring import _states as states
 from tailoring._inner import hurry
 from tailoring.baselines import Output, Shared
@@ -357,7 +358,7 @@ def test_exact_weights_hurry_too(monkeypatch, width, bad):
     assert len(careful_loops) == (bad > 1)
     for name, entry in careful.state.items():
         shape = dict(net.named_parameters())[name].shape
-        torch.testing.assert_close(states.dense(hurried[name], shape), states.dense(entry, shape), rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(entries.dense(hurried[name], shape), entries.dense(entry, shape), rtol=1e-12, atol=1e-15)
     assert {type(entry) for entry in hurried.values()} == {type(entry) for entry in careful.state.values()}
     torch.testing.assert_close(tailored(x), careful.prediction)
 

@@ -9,7 +9,7 @@ import torch
 from nets import Timed, float_mlp, mlp_of_8, size, to_one
 from torch import nn
 
-from tailoring import CN, Tailored, Weights, _tailored
+from tailoring import CN, Tailored, Weights, _places
 
 
 def test_a_model_that_changes_its_input_in_place_is_refused():
@@ -91,7 +91,7 @@ def test_a_number_may_decide_what_runs(kind, options):
 
 @pytest.mark.usefixtures("seeded")
 def test_kinds_of_inputs_are_forgotten_at_last(monkeypatch):
-    monkeypatch.setattr(_tailored, "_MOST_PLACES", 10)
+    monkeypatch.setattr(_places, "_MOST_PLACES", 10)
     model = Tailored(nn.Linear(3, 2), lambda m, x: m(x).square().flatten(1).sum(1), adapt=CN("*"))
     for length in range(1, 30):
         model(torch.randn(2, length, 3))

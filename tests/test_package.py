@@ -36,6 +36,7 @@ ROOMS = [
     "_sites",
     "_watch",
     "_channels",
+    "_entries",
     "_states",
     "_optimisers",
     "_inner",
@@ -58,6 +59,7 @@ ROOMS += [
     "_weights",
     "_learned",
     "_reuse",
+    "_places",
     "_batch",
     "_validate",
     "_fitting",
@@ -66,6 +68,10 @@ ROOMS += [
     "_check",
     "_tune",
 ]
+
+
+def test_every_room_of_the_core_has_its_place():
+    assert sorted(ROOMS) == sorted(["random", *(path.stem for path in (ROOT / "tailoring").glob("_[!_]*.py"))])
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from tailoring import CN, LBFGS, Tailored, Weights, outer_losses
-from tailoring._states import LowRank
+from tailoring._entries import LowRank
 from tailoring._trees import tensors
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tailoring import CN, Support, Tailored, Weights, losses, outer_losses
 from tailoring import _states as states
+from tailoring._entries import LowRank
 from tailoring._layers import _windows
-from tailoring._states import LowRank
 from tailoring.nn import ResidualMLP
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}

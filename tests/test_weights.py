@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from tailoring import CN, Inputs, Shift, Tailored, Weights, baselines, outer_losses
-from tailoring import _states as states
+from tailoring import _entries as entries
 
 # Tables and ties
 
@@ -385,7 +385,7 @@ def test_many_small_steps_add_up_under_autocast(layer):
         state = model.tailor(x)
     for name, entry in state.items():
         shape = tuple(net.get_parameter(name).shape)
-        found, right = (states.dense(e, shape) for e in (entry, expected[name]))
+        found, right = (entries.dense(e, shape) for e in (entry, expected[name]))
         assert found.dtype == torch.float32
         assert (found - right).norm() < 0.03 * right.norm()
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import random
+from .._entries import squares
 from .._kernels import plain_kernels
 from .._sites import Reading, describe
-from .._states import squares
 from .._trees import first_tensor, model_call, repeat_rows
 from .._validate import refuse_mixing_modules
 from ._base import Features, Loss, class_logits, entropy, floored, read

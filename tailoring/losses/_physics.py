@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._states import squares
+from .._entries import squares
 from .._trees import Support, as_call, count_rows, first_tensor, flat_rows
 from ._base import Loss, check_functions, per_query, same_shape
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from .._adapt import CN, Adapter
 from .._batch import Batch, leaves_inference_mode
 from .._bound import Bound
-from .._states import in_parts
+from .._entries import in_parts
 from .._tailored import Loss, Tailored
 from .._taps import has_tangent, transformed
 from .._trees import count_rows, has_fractions, take_rows, tensors
