@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ._autotune import as_in_a_chain
 from ._cuda_graphs import CudaGraphs, Recorded
-from ._merge import merging
+from ._passes import own_passes
 from ._trees import cat_rows, count_rows, map_tensors, split_rows, tensors
 
 Program = Callable[[Any], Any]
@@ -116,9 +116,9 @@ def _for_inductor(device: torch.device, given: Mapping[str, Any]) -> tuple[dict[
     mode = given.get("mode")
     asked = {**_of_mode(mode), **given.get("options", {})}
     if device.type == "cuda" and mode is None and not asked.keys() & set(_SEARCHES):
-        options = {**_REALIZED, **merging(), **PRODUCTS, **asked}
+        options = {**_REALIZED, **own_passes(), **PRODUCTS, **asked}
     else:
-        options = {**_REALIZED, **merging(searches=any(map(asked.get, _SEARCHES))), **asked}
+        options = {**_REALIZED, **own_passes(searches=any(map(asked.get, _SEARCHES))), **asked}
     guards = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
     graphs = options.pop("triton.cudagraphs", mode in _RECORDED)
     return options, guards, any(map(options.get, _SEARCHES)), graphs

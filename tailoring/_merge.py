@@ -8,30 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import _flipped, _layouts
-from ._flipped import flip_gradients
-from ._layouts import turn_weights
-
-
-def merging(*, searches: bool = False) -> dict[str, Any]:
-    """Options of torch.compile (Inductor) with which repeats are merged, and weights turned where they need be.
-
-    `searches`: the program is to search for its kernels.
-    """
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # not public, so only where it is needed
-
-    class Once(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            if searches:
-                flip_gradients(graph)
-            merge_repeats(graph)
-            turn_weights(graph)
-
-        def uuid(self) -> Any:
-            return get_hash_for_files((__file__, _layouts.__file__, _flipped.__file__), extra=str(searches))
-
-    return {"post_grad_custom_pre_pass": Once()}
-
 
 def merge_repeats(graph: fx.Graph) -> None:
     """Let every node be the first that does the same with the same; but two outputs stay two tensors."""

@@ -1,4 +1,4 @@
-"""What is done to compiled programs: repeats merged, weights turned, gradients as convolutions, kernels searched for."""
+"""What is done to compiled programs: repeats merged, weights turned, products chosen, gradients as convolutions, kernels searched for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from nets import drift, mlp, queries
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.runtime import benchmarking
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tailoring import CN, Tailored, _autotune, _compiled, _merge, losses
+from tailoring import CN, Tailored, Weights, _autotune, _compiled, _passes, _products, losses
 from tailoring._autotune import as_in_a_chain
 from tailoring._flipped import flip_gradients
 from tailoring._layouts import turn_weights
 from tailoring._merge import merge_repeats
+from tailoring._products import choose_products
 
 pytestmark = [pytest.mark.no_cover, pytest.mark.usefixtures("compiled_afresh")]  # dynamo takes longer while it is watched
 
@@ -138,7 +140,7 @@ def test_a_tailored_network_whose_kernels_are_searched_for(monkeypatch):
         flip_gradients(graph)
         left.append(gradients(graph))
 
-    monkeypatch.setattr(_merge, "flip_gradients", watched)
+    monkeypatch.setattr(_passes, "flip_gradients", watched)
     options = {"max_autotune_gemm": True, "fx_graph_cache": False}  # a program from the cache would skip the passes
     net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()) for _ in range(3)), nn.Flatten())
     model = Tailored(net, drift, adapt=CN("0", "1"), steps=2, lr=1e-2, compile={"options": options})
@@ -151,7 +153,7 @@ def test_a_tailored_network_whose_kernels_are_searched_for(monkeypatch):
 @pytest.mark.parametrize(("given", "searches"), [({}, 0), ({"mode": "max-autotune"}, 1), ({"options": {"max_autotune_gemm": True}}, 1)])
 def test_only_a_search_for_kernels_flips_gradients(monkeypatch, given, searches):
     seen = []
-    monkeypatch.setattr(_merge, "flip_gradients", lambda graph: seen.append(graph))
+    monkeypatch.setattr(_passes, "flip_gradients", lambda graph: seen.append(graph))
     _compiled._options(torch.device("cpu"), given, lambda: [])["options"]["post_grad_custom_pre_pass"](fx.Graph())
     assert len(seen) == searches
 
@@ -210,3 +212,68 @@ def test_equal_outputs_stay_two_tensors_and_foreign_operators_are_left_alone():
         one, other, drawn = made(torch.zeros(3))
     assert one.data_ptr() != other.data_ptr()
     assert drawn.abs().sum() > 0
+
+
+def test_products_of_two_libraries_are_the_same():
+    """Of what oneDNN may take, which is all but the small, the double, the odd, and sums that are no bias."""
+
+    def function(x, wide, narrow, bias, offset):
+        large = x @ wide, x @ wide.t(), torch.addmm(bias, x, wide), torch.addmm(bias, x, wide.t())
+        others = x @ narrow, x.double() @ wide.double(), torch.addmm(offset, x, wide), torch.addmm(bias, x, wide, alpha=2), x.t() @ x
+        return *large, *others
+
+    given = torch.randn(70, 128), torch.randn(128, 128), torch.randn(128, 2), torch.randn(128), torch.randn(70, 128)
+    made = make_fx(function, tracing_mode="fake")(*given)
+    asked = []
+    choose_products(made.graph, lambda a, b, bias: not asked.append((*b.stride(), bias is not None)))
+    made.recompile()
+    assert sorted(asked) == [(1, 128, False), (1, 128, True), (128, 1, False), (128, 1, True)]
+    assert sum(node.target is torch.ops.tailoring.product.default for node in made.graph.nodes) == 4
+    for found, expected in zip(made(*given), function(*given), strict=True):
+        torch.testing.assert_close(found, expected)
+        assert found.stride() == expected.stride()
+
+
+def test_each_kind_of_product_is_asked_for_once_and_the_others_library_kept_if_not_slower():
+    made, asked = make_fx(lambda x, w: (x @ w).sin() @ w @ w, tracing_mode="fake")(torch.randn(70, 128), torch.randn(128, 128)), []
+    choose_products(made.graph, lambda *given: asked.append(given))
+    assert len(asked) == 1
+    assert sum(node.target is torch.ops.aten.mm.default for node in made.graph.nodes) == 3
+
+
+@pytest.mark.parametrize("bias", [None, torch.zeros(128)])
+@pytest.mark.parametrize("turned", [True, False])
+def test_the_faster_library_is_found_by_a_trial_of_what_holds_no_numbers_yet(monkeypatch, bias, turned):
+    tried = []
+    monkeypatch.setattr(_products, "outruns", lambda one, other: tried.append((one(), other())) or True)
+    with FakeTensorMode():
+        a, b = torch.empty(5000, 128), torch.empty(128, 128)
+        assert _products.is_faster(a, b.t() if turned else b, None if bias is None else torch.empty(128))
+    ((one, other),) = tried
+    assert one.shape == (1024, 128)
+    torch.testing.assert_close(one, other)
+
+
+def test_one_that_is_hardly_faster_does_not_outrun_the_other(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(_products.time, "perf_counter", lambda: clock[0])
+
+    def lasting(seconds: float):
+        return lambda: clock.__setitem__(0, clock[0] + seconds)
+
+    assert _products.outruns(lasting(0.01), lasting(0.02))
+    assert not _products.outruns(lasting(0.0195), lasting(0.02))
+    assert not _products.outruns(lasting(0.02), lasting(0.01))
+    assert _products.outruns(lasting(5.0), lasting(9.0))  # one turn, if that takes longer than there is time for
+
+
+@pytest.mark.parametrize("adapt", [CN(), Weights()], ids=repr)
+def test_compiled_answers_are_the_same_by_onednn(monkeypatch, adapt):
+    used = []
+    monkeypatch.setattr(_passes, "choose_products", lambda graph: choose_products(graph, lambda *given: not used.append(given)))
+    net = nn.Sequential(nn.Linear(4, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 4))
+    model = Tailored(net, drift, adapt=adapt, steps=2, lr=1e-2, compile={"options": {"fx_graph_cache": False}})
+    x = torch.randn(70, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.replace(compile=False)(x))
+    assert used

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tailoring._merge import merging
+from tailoring._passes import own_passes
 
 Parameters = dict[str, Tensor]
 Step = Callable[[Parameters, tuple[Tensor, ...]], tuple[Parameters, Tensor]]
@@ -39,4 +39,4 @@ def compiled_step(objective: nn.Module) -> Step:
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """An outer loss and the next inner step begin with the same forward pass, so repeats are merged."""
-    return torch.compile(function, fullgraph=True, dynamic=False, options=merging())
+    return torch.compile(function, fullgraph=True, dynamic=False, options=own_passes())
