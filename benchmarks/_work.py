@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tailoring._compiled import PRODUCTS
+from tailoring._compiled import inductor_options
 from tailoring.nn import ResidualMLP, ResNet, cifar_resnet, resnet18
 
 
@@ -51,9 +51,9 @@ Compilable = TypeVar("Compilable", bound=Callable[..., Any])
 
 
 def compiled(what: Compilable, device: str, **options: object) -> Compilable:
-    """A network or a function compiled as `Tailored` compiles: on CUDA with graphs, and the same search for kernels (or other options)."""
-    cuda = device == "cuda"
-    settings = {"dynamic": False, "options": (options or (PRODUCTS if cuda else {})) | {"triton.cudagraphs": cuda}}
+    """A network or function compiled as `Tailored` compiles: its passes, its search for kernels (or other options), on CUDA graphs."""
+    as_ours, *_ = inductor_options(torch.device(device), {"options": options} if options else {})
+    settings: dict[str, Any] = {"dynamic": False, "options": as_ours | {"triton.cudagraphs": device == "cuda"}}
     if not isinstance(what, nn.Module):
         return torch.compile(what, **settings)
     what.compile(**settings)

@@ -169,7 +169,7 @@ def test_only_a_search_for_kernels_flips_gradients(monkeypatch, given, searches)
     ],
 )
 def test_what_is_searched_for(device, given, searched):
-    options, _, searches, graphs = _compiled._for_inductor(torch.device(device), given)
+    options, _, searches, graphs = _compiled.inductor_options(torch.device(device), given)
     assert (searches, options.get("max_autotune_conv_backends")) == searched
     assert graphs
 

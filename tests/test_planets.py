@@ -145,7 +145,15 @@ def test_gains_are_relative_to_the_same_seed_and_chosen_on_validation(finished, 
     assert chosen.lr == min(mean, key=mean.__getitem__)
     gain = found.gain(chosen, 5, base)
     assert gain.values == pytest.approx([1 - loss[n, chosen.lr, "test"][5] / loss[n, chosen.lr, "test"][0] for n in names])
-    assert any("meta-tailoring" in row[0] for row in tables(found)[0].rows if row)
+    main = tables(found)[0]
+    assert any("meta-tailoring" in row[0] for row in main.rows if row)
+    law = next(row[main.columns.index("law")] for row in main.rows if row and row[0].startswith("tailoring (5"))
+    left = [
+        r["physics"][5]
+        for r in results(folder)
+        if (r["procedure"], r["part"], r["lr"]) == ("tailoring", "test", chosen.lr) and r["name"] in names
+    ]
+    assert float(law) == pytest.approx(sum(left) / len(left), rel=0.06)
 
 
 def test_killed_in_the_middle_it_goes_on_to_the_same_rows(folder):
@@ -323,4 +331,4 @@ def test_the_verdict_knows_the_strongest_control():
     assert "worse" not in against_first
     assert once in worse
     assert each in better
-    assert verdict(replace(main, rows=[(*row[:2], "", "", *row[4:]) for row in main.rows if row])).startswith("One seed")
+    assert verdict(replace(main, rows=[(*row[:3], "", "", *row[5:]) for row in main.rows if row])).startswith("One seed")

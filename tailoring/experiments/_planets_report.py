@@ -25,6 +25,11 @@ PAPER = {
     "meta 10": (0.026, "36.0 ± 2.6"),
     "second-order": (None, "about 20"),
 }
+LAW = "law: by how much the answers violate it, |E' - E| + 10 |P' - P|_1."
+
+
+def _columns(other: str) -> tuple[str, ...]:
+    return "method", "loss", "law", "better %", other, "paper", "paper %", "setting"
 
 
 def tables(results: Results) -> list[Table]:
@@ -38,7 +43,8 @@ def tables(results: Results) -> list[Table]:
     for name, label in (("identity", "predict the input"), ("constant velocity", "constant velocity")):
         if results.trivial:
             loss = results.trivial[name]["test"]["mse"][0]
-            rows.append((label, f"{loss:.4g}", _against(results, base, loss), _against(results, strongest, loss), "", "", ""))
+            law = f"{results.trivial[name]['test']['physics'][0]:.2g}"
+            rows.append((label, f"{loss:.4g}", law, _against(results, base, loss), _against(results, strongest, loss), "", "", ""))
     rows += [(), *line("inductive", [base], {0: "inductive"}, "inductive")]
     w, steps = c["weight"], c["steps"]
     output = c["output_steps"]
@@ -54,9 +60,9 @@ def tables(results: Results) -> list[Table]:
         rows += line(label, [results.choose(results.settings(method, w), "tailoring", steps)], _within(meta, steps), label + " ({})")
     main = Table(
         f"Table 1: test loss, split by {c['split']}, {c['stride']} integration steps ahead, width {c['width']}, {c['epochs']} epochs",
-        ("method", "loss", "better %", "vs best %", "paper", "paper %", "setting"),
+        _columns("vs best %"),
         _ruled(rows),
-        "better %: fall of the loss relative to `inductive`, seed by seed, ± standard error over the "
+        f"{LAW} better %: fall of the loss relative to `inductive`, seed by seed, ± standard error over the "
         f"{len(base.names)} seed(s); ?: no larger than the spread explains (95 %). vs best %: relative to the best inductive "
         f"network of all physics weights and lengths of training ({_setting(strongest, 0)}). Settings were chosen on validation data.",
     )
@@ -68,11 +74,11 @@ def tables(results: Results) -> list[Table]:
         more.extend(line(label, [results.choose(settings, procedure, max(shown))], shown, label + " ({})"))
 
     zero = c["weights"][0] if c["weights"] else None
-    add("control: inductive, as many updates", results.settings("inductive-updates", w))
+    add("control: inductive, twice the epochs", results.settings("inductive-updates", w))
     add("control: inductive, own best weight", results.settings("inductive"))
-    add("control: inductive, every batch twice", results.settings("batches-twice"))
+    add("control: inductive, two updates a batch", results.settings("batches-twice"))
     add("control: BatchNorm", results.settings("batchnorm"))
-    add("control: BatchNorm, every batch twice", results.settings("batchnorm-twice"))
+    add("control: BatchNorm, two updates a batch", results.settings("batchnorm-twice"))
     add("control: best inductive of all", _inductive(results))
     add("meta-tailoring, own best weight", results.settings("meta"))
     add("same, w after each inner step", results.settings("meta-each"))
@@ -111,7 +117,8 @@ def _other_network(results: Results, method: str, title: str, base: Chosen) -> l
         return []
     own = _lines(results, plain, base)
     identity = results.trivial["identity"]["test"]["mse"][0]
-    rows = [("predict the input", f"{identity:.4g}", _against(results, plain, identity), _against(results, base, identity), "", "", "")]
+    gains = _against(results, plain, identity), _against(results, base, identity)
+    rows: list[Sequence[str]] = [("predict the input", f"{identity:.4g}", "0", *gains, "", "", "")]
     settings, steps, output = results.settings(method), c["steps"], c["output_steps"]
     rows += own("inductive", [plain], {0: ""}, "inductive")
     rows += own("output", [results.choose(settings, "output", output)], {output: ""}, "optimise the output ({})")
@@ -121,11 +128,11 @@ def _other_network(results: Results, method: str, title: str, base: Chosen) -> l
     rows += own("tailoring", [results.choose(settings, "tailoring", steps)], shown, "tailoring ({})")
     rows += own("weights", [results.choose(settings, "weights", steps)], shown, "tailoring, all weights ({})")
     rows += own(
-        "updates", [results.choose(results.settings(f"{method}-updates"), "tailoring", steps)], {0: "", steps: ""}, "twice the updates ({})"
+        "updates", [results.choose(results.settings(f"{method}-updates"), "tailoring", steps)], {0: "", steps: ""}, "twice the epochs ({})"
     )
     rows += own("meta", [results.choose(results.settings(f"{method}-meta"), "tailoring", steps)], {0: "", **shown}, "meta-tailoring ({})")
-    columns = ("method", "loss", "better %", "vs Table 1's %", "paper", "paper %", "setting")
-    return [Table(f"{title} (early stopping on validation)", columns, rows, "better %: relative to this table's inductive network.")]
+    note = f"{LAW} better %: relative to this table's inductive network."
+    return [Table(f"{title} (early stopping on validation)", _columns("vs Table 1's %"), rows, note)]
 
 
 def _ablations(results: Results) -> Table | None:
@@ -168,6 +175,7 @@ def _lines(results: Results, base: Chosen, other: Chosen) -> Callable[..., list[
                     (
                         name,
                         str(results.test(chosen, steps)),
+                        f"{results.violation(chosen, steps).mean:.2g}",
                         *cells,
                         "" if loss is None else f"{loss:.3f}",
                         relative or "",
@@ -194,9 +202,11 @@ def _inductive(results: Results) -> list[Setting]:
 def _setting(chosen: Chosen, steps: int) -> str:
     method, weight, lr = chosen.setting
     trained = f", trained with lr {lr:g}" if lr else ""
-    long = {"inductive-updates": ", twice the updates", "batches-twice": ", batches twice", "batchnorm-twice": ", batches twice"}.get(
-        method, ""
-    )
+    long = {
+        "inductive-updates": ", twice the epochs",
+        "batches-twice": ", two updates a batch",
+        "batchnorm-twice": ", two updates a batch",
+    }.get(method, "")
     return f"w {weight:g}{trained}{long}" + (f"; lr {chosen.lr:g}" if chosen.lr and steps else "")
 
 
@@ -221,13 +231,14 @@ def report(folder: Path) -> str:
 
 def verdict(table: Table) -> str:
     """What of Table 1 is better or worse by more than the seeds' spread explains: than inductive learning, and than its strongest form."""
+    first, best = table.columns.index("better %"), table.columns.index("vs best %")
     rows = [row for row in table.rows if row]
-    if not any("±" in cell for row in rows for cell in row[2:4]):
+    if not any("±" in row[column] for row in rows for column in (first, best)):
         return "One seed: no spread to compare the differences with."
-    told = [_verdict("the inductive network", [(row[0], row[2]) for row in rows])]
+    told = [_verdict("the inductive network", [(row[0], row[first]) for row in rows])]
     strongest = next((row for row in rows if row[0] == "inductive"), None)
-    if strongest and strongest[3]:  # else it is the same network
-        told.append(_verdict("the strongest control, the best inductive network of all", [(row[0], row[3]) for row in rows]))
+    if strongest and strongest[best]:  # else it is the same network
+        told.append(_verdict("the strongest control, the best inductive network of all", [(row[0], row[best]) for row in rows]))
     return "\n".join(told)
 
 

@@ -61,6 +61,10 @@ class Results:
     def test(self, chosen: Chosen, steps: int) -> Estimate:
         return Estimate(tuple(self.loss(name, chosen.procedure, chosen.lr, "test", steps) for name in chosen.names))
 
+    def violation(self, chosen: Chosen, steps: int) -> Estimate:
+        """What is left of the tailoring loss on the test data: by how much the law is violated."""
+        return Estimate(tuple(self.curves[name, chosen.procedure, chosen.lr, "test"]["physics"][steps] for name in chosen.names))
+
     def seed_of(self, name: str) -> int:
         return next(r["training"]["seed"] for key, r in self.curves.items() if key[0] == name)
 
