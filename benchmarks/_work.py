@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,8 @@ Compilable = TypeVar("Compilable", bound=Callable[..., Any])
 def compiled(what: Compilable, device: str, **options: object) -> Compilable:
     """A network or function compiled as `Tailored` compiles: its passes, its search for kernels (or other options), on CUDA graphs."""
     as_ours, *_ = inductor_options(torch.device(device), {"options": options} if options else {})
-    settings: dict[str, Any] = {"dynamic": False, "options": as_ours | {"triton.cudagraphs": device == "cuda"}}
-    if not isinstance(what, nn.Module):
-        return torch.compile(what, **settings)
-    what.compile(**settings)
-    return what
+    # not Module.compile, which leaves modules of PyTorch's own classes (Sequential) as they are
+    return cast(Compilable, torch.compile(what, dynamic=False, options=as_ours | {"triton.cudagraphs": device == "cuda"}))
 
 
 def without_gradients(run: Callable[[], object]) -> Callable[[], object]:
