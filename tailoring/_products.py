@@ -36,9 +36,9 @@ def is_faster(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
     from torch._subclasses.fake_tensor import unset_fake_temporarily  # not public, so only where it is needed
 
     with unset_fake_temporarily(), torch.no_grad():
-        left, right = torch.randn(min(len(a), _ROWS), a.shape[1]), torch.randn(b.shape)
+        left, right = torch.ones(min(len(a), _ROWS), a.shape[1]), torch.ones(b.shape)  # drawn ones would move the generator
         right = right if b.is_contiguous() else right.t().contiguous().t()
-        offset = None if bias is None else torch.randn(bias.shape)
+        offset = None if bias is None else torch.ones(bias.shape)
         usual = (lambda: left @ right) if offset is None else lambda: torch.addmm(offset, left, right)
         return outruns(lambda: product(left, right, offset), usual)
 
@@ -60,6 +60,8 @@ def outruns(one: Callable[[], object], other: Callable[[], object]) -> bool:
 def choose_products(graph: fx.Graph, wanted: Callable[[Tensor, Tensor, Tensor | None], bool] = is_faster) -> None:
     """Let large products of float32 matrices on a CPU be oneDNN's where that is `wanted`, which is asked once for each kind."""
     asked: dict[Any, bool] = {}
+    if not (torch.backends.mkldnn.enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise")):  # switched off, or not built in
+        return
     for node in list(graph.nodes):
         given = _factors(node)
         if given is None:
@@ -78,7 +80,7 @@ def choose_products(graph: fx.Graph, wanted: Callable[[Tensor, Tensor, Tensor | 
 
 def _factors(node: fx.Node) -> tuple[Any, ...] | None:
     """(a, b, bias or None) if the node is such a product."""
-    if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs or not torch.backends.mkldnn.is_available():
+    if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
         return None
     a, b, *rest = (*node.args[-2:], *node.args[:-2])
     left, right, *offset = (one.meta["val"] for one in (a, b, *rest))  # type: ignore[union-attr]

@@ -241,10 +241,20 @@ def test_each_kind_of_product_is_asked_for_once_and_the_others_library_kept_if_n
     assert sum(node.target is torch.ops.aten.mm.default for node in made.graph.nodes) == 3
 
 
+def test_who_switches_onednn_off_gets_none_of_it():
+    made = make_fx(lambda x, w: x @ w, tracing_mode="fake")(torch.randn(70, 128), torch.randn(128, 128))
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        choose_products(made.graph, lambda *given: True)
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+    assert any(node.target is torch.ops.aten.mm.default for node in made.graph.nodes)
+
+
 @pytest.mark.parametrize("bias", [None, torch.zeros(128)])
 @pytest.mark.parametrize("turned", [True, False])
 def test_the_faster_library_is_found_by_a_trial_of_what_holds_no_numbers_yet(monkeypatch, bias, turned):
-    tried = []
+    tried, generator = [], torch.get_rng_state()
     monkeypatch.setattr(_products, "outruns", lambda one, other: tried.append((one(), other())) or True)
     with FakeTensorMode():
         a, b = torch.empty(5000, 128), torch.empty(128, 128)
@@ -252,6 +262,7 @@ def test_the_faster_library_is_found_by_a_trial_of_what_holds_no_numbers_yet(mon
     ((one, other),) = tried
     assert one.shape == (1024, 128)
     torch.testing.assert_close(one, other)
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def test_one_that_is_hardly_faster_does_not_outrun_the_other(monkeypatch):
