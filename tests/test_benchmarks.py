@@ -157,12 +157,23 @@ ON_THE_H200 = [  # the lines of the table in docs/performance.md: program, setti
 
 
 ON_THE_CPU = [
-    *(("depth", 512, "highest", case, "plain") for case in ("CN everywhere", "CN everywhere compiled", "CN last half", "CN last layer")),
-    *(("depth", width, "highest", f"CN {where}", "plain") for width in (1024, 2048) for where in ("everywhere", "last layer")),
+    ("depth", 512, "highest", "CN everywhere", "plain"),
+    ("depth", 512, "highest", "CN everywhere compiled", "plain compiled"),
+    *(("depth", 512, "highest", case, "plain") for case in ("CN last half", "CN last layer")),
+    *(
+        ("depth", width, "highest", f"CN {where}", f"plain{' compiled' if 'compiled' in where else ''}")
+        for width in (1024, 2048)
+        for where in ("everywhere", "everywhere compiled", "last layer")
+    ),
     ("overhead", 1, "highest", "tailored", "by hand"),
     ("generator", None, "highest", "batched", "scalar loop"),
     *(("peers", 256, "highest", case, "Weights") for case in ("Weights compiled", "JAX weights", "higher", "torchopt", "torch-ttt")),
-    *(("peers", 256, "highest", case, "Weights") for case in ("torch.func.vmap", "CN", "CN compiled", "JAX CN")),
+    *(
+        ("peers", 256, "highest", case, "Weights")
+        for case in ("torch.func.vmap", "torch.func.vmap compiled", "CN", "CN compiled", "JAX CN")
+    ),
+    ("architectures", "resnet18", "highest", "Weights", "vmap"),
+    ("architectures", "resnet18", "highest", "Weights compiled", "vmap compiled"),
 ]
 
 
