@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
 from tailoring._compiled import inductor_options
 from tailoring.nn import ResidualMLP, ResNet, cifar_resnet, resnet18
@@ -57,5 +58,23 @@ def compiled(what: Compilable, device: str, **options: object) -> Compilable:
     return cast(Compilable, torch.compile(what, dynamic=False, options=as_ours | {"triton.cudagraphs": device == "cuda"}))
 
 
-def without_gradients(run: Callable[[], object]) -> Callable[[], object]:
+def by_vmap(net: nn.Module, x: Tensor, steps: int, lr: float, *, compile: bool = False) -> Callable[[], Tensor]:
+    """Gradient descent of all weights for every query as one writes it with torch.func: vmap over what answers one."""
+    theta = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(theta: dict[str, Tensor], row: Tensor) -> Tensor:
+        return drift(lambda z: functional_call(net, theta, (z,)), row[None]).sum()
+
+    def answer(row: Tensor) -> Tensor:
+        own = theta
+        for _ in range(steps):
+            slopes = grad(loss)(own, row)
+            own = {name: p - lr * slopes[name] for name, p in own.items()}
+        return functional_call(net, own, (row[None],))[0]
+
+    answers = compiled(vmap(answer), x.device.type) if compile else vmap(answer)
+    return without_gradients(lambda: answers(x))
+
+
+def without_gradients(run: Callable[[], Any]) -> Callable[[], Any]:
     return torch.no_grad()(run)

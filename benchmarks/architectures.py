@@ -3,14 +3,15 @@
     python benchmarks/architectures.py --device cuda --matmul high --networks resnet18 resnet110 transformer --queries 64 --steps 1 5
 
 Residual networks on 32 x 32 images (channels last, batch normalisation in evaluation mode), a small transformer encoder on 32 tokens.
-"vmap" is `torch.func.vmap` over the whole network with a copy of all weights for each query.
+"vmap" is `Weights(how="vmap")`, the whole network under `torch.func.vmap` with a copy of all weights for each query; "vmap by hand" is as
+one writes it without us.
 """
 
 from __future__ import annotations
 
 import torch
 from _measure import Cases, Options, Run, bench
-from _work import compiled, drift, resnet, transformer, without_gradients
+from _work import by_vmap, compiled, drift, resnet, transformer, without_gradients
 from torch import Tensor, nn
 
 from tailoring import CN, Adapter, Tailored, Weights
@@ -45,6 +46,8 @@ def cases(o: Options) -> Cases:
         "Weights compiled": lambda: tailored(Weights(), True),
         "vmap": lambda: tailored(Weights(how="vmap")),
         "vmap compiled": lambda: tailored(Weights(how="vmap"), True),
+        "vmap by hand": lambda: by_vmap(network(), x, o.steps, LR),
+        "vmap by hand compiled": lambda: by_vmap(network(), x, o.steps, LR, compile=True),
     }
 
 

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from _measure import Cases, Options, Run, bench, of_another_library
-from _work import compiled, drift, planets, without_gradients
+from _work import by_vmap, drift, planets, without_gradients
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from tailoring import CN, Adapter, Tailored, Weights
 from tailoring.nn import ResidualMLP
@@ -67,20 +66,7 @@ def checked(run: Run, expected: Tensor, x: Tensor, steps: int) -> Run:
 
 
 def with_vmap(net: nn.Module, x: Tensor, steps: int, *, compile: bool = False) -> Run:
-    theta = {name: p.detach() for name, p in net.named_parameters()}
-
-    def loss(theta: dict[str, Tensor], row: Tensor) -> Tensor:
-        return drift(lambda z: functional_call(net, theta, (z,)), row[None]).sum()
-
-    def answer(row: Tensor) -> Tensor:
-        own = theta
-        for _ in range(steps):
-            slopes = grad(loss)(own, row)
-            own = {name: p - LR * slopes[name] for name, p in own.items()}
-        return functional_call(net, own, (row[None],))[0]
-
-    answers = compiled(vmap(answer), x.device.type) if compile else vmap(answer)
-    run = without_gradients(lambda: answers(x))
+    run = by_vmap(net, x, steps, LR, compile=compile)
     return checked(run, run(), x, steps)
 
 

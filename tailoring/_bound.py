@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from types import GeneratorType
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
@@ -43,6 +43,19 @@ class _InTurn(list["Bound"]):
         return x
 
 
+class Binding(NamedTuple):
+    """What a `Bound` knows."""
+
+    module: nn.Module
+    run: Callable[[Reading, Any, Any], Any]
+    query: Any
+    seeds: Tensor | None
+    step: int
+    path: str = ""
+    keep: Callable[[Callable[[], Any]], Any] | None = None
+    shares: bool = False
+
+
 class Bound:
     """Called like the model, it answers as adapted by the state. On `queries * k` rows each query's state serves k rows.
 
@@ -51,56 +64,44 @@ class Bound:
     are the queries' own seeds for noise (`tailoring.random`), anew at each inner step if the loss asks for `fresh_seeds`.
     """
 
-    # so that no loss can set an attribute here, which the model would not see; and quick to make
-    __slots__ = ("_keep", "_module", "_path", "_query", "_run", "_seeds", "_shares", "_step")
+    __slots__ = ("_bound",)  # so that no loss can set an attribute here, which the model would not see; all other names are the model's
 
-    def __init__(
-        self,
-        module: nn.Module,
-        run: Callable[[Reading, Any, Any], Any],
-        query: Any,
-        seeds: Tensor | None,
-        step: int,
-        path: str = "",
-        keep: Callable[[Callable[[], Any]], Any] | None = None,
-        shares: bool = False,
-    ):
-        self._module, self._run, self._query, self._seeds, self._step, self._path = module, run, query, seeds, step, path
-        self._keep, self._shares = keep, shares
+    def __init__(self, *binding: Any, **settings: Any):
+        self._bound = Binding(*binding, **settings)
 
     @classmethod
     def of(cls, other: Bound) -> Self:
         """The same model, as this kind of `Bound`."""
-        return cls(other._module, other._run, other._query, other._seeds, other._step, other._path, other._keep, other._shares)
+        return cls(*other._bound)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._answer(Reading(self._path) if self._path else WHOLE, args, kwargs)
+        return self._answer(Reading(self._bound.path) if self._bound.path else WHOLE, args, kwargs)
 
     def _answer(self, reading: Reading, args: Any, kwargs: Any) -> Any:
-        if args and not is_dynamo_compiling() and is_mapped(args[0]) and _is_one_of(args[0], first_tensor(self._query)):
+        if args and not is_dynamo_compiling() and is_mapped(args[0]) and _is_one_of(args[0], first_tensor(self._bound.query)):
             raise ValueError(
                 "the tailoring loss maps the model over single queries by torch.func.vmap, which tells it nothing of whose state is meant: "
                 "call it on the whole batch, and differentiate it so, too: jacrev(lambda z: model(z).sum(0))(x)"
             )
-        return self._run(reading, args, kwargs)
+        return self._bound.run(reading, args, kwargs)
 
     def output_of(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The (first) tensor that the submodule `name` puts out, at its last call, while the model answers."""
-        return self._answer(Reading(self._path, self._known(name), "output"), args, kwargs)
+        return self._answer(Reading(self._bound.path, self._known(name), "output"), args, kwargs)
 
     def input_of(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         """The (first) tensor that the submodule `name` is given, at its last call, while the model answers."""
-        return self._answer(Reading(self._path, self._known(name), "input"), args, kwargs)
+        return self._answer(Reading(self._bound.path, self._known(name), "input"), args, kwargs)
 
     @property
     def seeds(self) -> Tensor:
-        if self._seeds is None:
-            self._seeds = seeds_of(self._query)
-        return self._seeds
+        if self._bound.seeds is None:
+            self._bound = self._bound._replace(seeds=seeds_of(self._bound.query))
+        return cast(Tensor, self._bound.seeds)
 
     @property
     def fresh_seeds(self) -> Tensor:
-        return fold(self.seeds, self._step)
+        return fold(self.seeds, self._bound.step)
 
     def once(self, make: Callable[[], Any]) -> Any:
         """`make()`, which must depend on the query alone: made at the first inner step and kept for the others.
@@ -108,18 +109,18 @@ class Bound:
         What the model is given twice, the very same tensor, does not go through its unadapted first part again. A loss asks for the
         same things in the same order at every step.
         """
-        return make() if self._keep is None else self._keep(make)
+        return make() if self._bound.keep is None else self._bound.keep(make)
 
     @property
     def shares_passes(self) -> bool:
         """Whether a pass of the query by itself saves another one, or a part of it, which the answer takes. Else rows go in together."""
-        return self._keep is not None or self._shares
+        return self._bound.keep is not None or self._bound.shares
 
     def _known(self, name: str) -> str:
         try:
-            self._module.get_submodule(name)
+            self._bound.module.get_submodule(name)
         except AttributeError:
-            known = ", ".join(n for n, _ in self._module.named_modules() if n)
+            known = ", ".join(n for n, _ in self._bound.module.named_modules() if n)
             raise ValueError(f"the model has no module {name!r}; it has: {known}") from None
         return name
 
@@ -128,13 +129,13 @@ class Bound:
             raise AttributeError(name)
         if name == "forward":  # of any adapted module that is its call
             return self
-        value = getattr(self._module, name)
+        value = getattr(self._bound.module, name)
         if isinstance(value, nn.Module):
             return self._below(name, value)
         if getattr(value, "__func__", None) in _LISTING:  # bound, too: a module that is found there runs with the state
             return lambda: self._listed(name)
-        if inspect.ismethod(value) and value.__self__ is self._module:  # a method of the model runs with the state, too
-            return lambda *args, **kwargs: self._returned(name, self._answer(Reading(self._path, method=name), args, kwargs))
+        if inspect.ismethod(value) and value.__self__ is self._bound.module:  # a method of the model runs with the state, too
+            return lambda *args, **kwargs: self._returned(name, self._answer(Reading(self._bound.path, method=name), args, kwargs))
         return self._inside(value)
 
     def _returned(self, method: str, value: Any) -> Any:
@@ -143,15 +144,15 @@ class Bound:
             raise ValueError(f"the model's {method!r} is a generator, which runs after the loss has asked for it: let it return a list")
         return self._inside(value)
 
-    def bound(self, module: nn.Module) -> Any:
+    def _part(self, module: nn.Module) -> Any:
         """One of the model's modules as adapted; any other as it is."""
-        path = next((name for name, own in self._module.named_modules() if own is module), None)
+        path = next((name for name, own in self._bound.module.named_modules() if own is module), None)
         return module if path is None else self if path == "" else self._below(path, module)
 
     def _inside(self, value: Any) -> Any:
         """Modules of this one as bound ones, in lists and the like too."""
         if isinstance(value, nn.Module):
-            return self.bound(value)
+            return self._part(value)
         if type(value) in (list, tuple) and any(isinstance(part, nn.Module) for part in value):
             return type(value)(self._inside(part) for part in value)
         if type(value) is dict and any(isinstance(part, nn.Module) for part in value.values()):
@@ -160,31 +161,31 @@ class Bound:
 
     def __getitem__(self, index: Any) -> Any:
         """An entry of a Sequential, ModuleList or ModuleDict, or several of the first two."""
-        value = cast(Any, self._module)[index]
+        value = cast(Any, self._bound.module)[index]
         if isinstance(index, slice):
             parts = [self._child(child) for child in value]
-            return _InTurn(parts) if isinstance(self._module, nn.Sequential) else parts
+            return _InTurn(parts) if isinstance(self._bound.module, nn.Sequential) else parts
         return self._child(value)
 
     def __iter__(self) -> Iterator[Any]:
         """As the module does: over the entries of a Sequential or ModuleList, the names of a ModuleDict."""
-        for part in cast(Any, self._module):
+        for part in cast(Any, self._bound.module):
             yield self._child(part) if isinstance(part, nn.Module) else part
 
     def __bool__(self) -> bool:
         return True
 
     def __len__(self) -> int:
-        return len(cast(Any, self._module))
+        return len(cast(Any, self._bound.module))
 
     def _child(self, module: nn.Module) -> Bound:
-        return self._below(next(name for name, child in self._module.named_children() if child is module), module)
+        return self._below(next(name for name, child in self._bound.module.named_children() if child is module), module)
 
     def _listed(self, how: str) -> Iterator[Any]:
-        every = self._module.named_modules() if how.endswith("modules") else self._module.named_children()
+        every = self._bound.module.named_modules() if how.endswith("modules") else self._bound.module.named_children()
         named = [(name, self._below(name, module) if name else self) for name, module in every]
         return iter(named if how in ("items", "named_children", "named_modules") else [bound for _, bound in named])
 
     def _below(self, name: str, module: nn.Module) -> Bound:
-        path = f"{self._path}.{name}" if self._path else name
-        return Bound(module, self._run, self._query, self._seeds, self._step, path, self._keep, self._shares)
+        path = f"{self._bound.path}.{name}" if self._bound.path else name
+        return Bound(*self._bound._replace(module=module, path=path))

@@ -22,7 +22,7 @@ _PROGRAMS = 64  # of one model; dynamo's own limit is 8
 _REALIZED = {"realize_reads_threshold": 3}  # what several read is written down sooner: states reread what made them at every step
 _LIBRARIES = re.compile(r"G\['__import_(torch|tailoring)(_dot_|'\])|G\['__builtins_|__import__\('torch'\)")
 _SEARCHES = ("max_autotune", "max_autotune_gemm")  # the options with which Inductor looks for the fastest kernels
-_PRODUCTS = {  # on CUDA: search for the kernels of matrix products, not of convolutions, which takes minutes; print no tables of it
+_SEARCH_GEMMS = {  # on CUDA: search for the kernels of matrix products, not of convolutions, which takes minutes; print no tables of it
     "max_autotune_gemm": True,
     "max_autotune_conv_backends": "ATEN",
     "autotune_num_choices_displayed": 0,
@@ -96,10 +96,10 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
     """A backend as given; else Inductor, with CUDA graphs of our own, and without the repeats that the passes of one batch have."""
     if "backend" in given:
         return dict(given)
-    options, guards, searches, graphs = inductor_options(device, given)
+    options, for_dynamo, searches, graphs = inductor_options(device, given)
     rest = {name: value for name, value in given.items() if name not in ("mode", "options")}
     if device.type != "cuda" or not graphs:
-        return {**rest, "options": options | guards}
+        return {**rest, "options": options | for_dynamo}
     with torch.cuda.device(device):
         recorder = CudaGraphs()
 
@@ -108,7 +108,7 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
             compiled = torch._inductor.compile(program, inputs, options=options)
         return Recorded(cast(Callable[..., Any], compiled), owned, recorder).__call__
 
-    return {**rest, "backend": recorded, "options": guards}
+    return {**rest, "backend": recorded, "options": for_dynamo}
 
 
 def inductor_options(device: torch.device, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool, bool]:
@@ -116,12 +116,12 @@ def inductor_options(device: torch.device, given: Mapping[str, Any]) -> tuple[di
     mode = given.get("mode")
     asked = {**_of_mode(mode), **given.get("options", {})}
     if device.type == "cuda" and mode is None and not asked.keys() & set(_SEARCHES):
-        options = {**_REALIZED, **own_passes(), **_PRODUCTS, **asked}
+        options = {**_REALIZED, **own_passes(), **_SEARCH_GEMMS, **asked}
     else:
         options = {**_REALIZED, **own_passes(searches=any(map(asked.get, _SEARCHES))), **asked}
-    guards = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
+    for_dynamo = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
     graphs = options.pop("triton.cudagraphs", mode in _RECORDED)
-    return options, guards, any(map(options.get, _SEARCHES)), graphs
+    return options, for_dynamo, any(map(options.get, _SEARCHES)), graphs
 
 
 def _not_of_libraries(guards: Sequence[Any]) -> list[bool]:

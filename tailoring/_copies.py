@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ._bound import is_mapped
 from ._kernels import may_look
-from ._recurrent import cell_in_plain_operations, unrolled_layers
+from ._recurrent import in_plain_operations, unrolled_layers
 from ._sites import Reading, StandIn, alone, intercepted
 from ._trees import copies_per_query, tensors
 
@@ -65,7 +65,7 @@ def call_with_copies(
         if forward is None:
             out = reading(model, lambda module: functional_call(module, placed, own_args, own_kwargs, tie_weights=False))
         else:
-            bare = _Bare(model, cell_in_plain_operations(model, forward))
+            bare = _Bare(model, in_plain_operations(model, forward))
             out = functional_call(bare, {f"model.{place}": t for place, t in placed.items()}, own_args, own_kwargs, tie_weights=False)
         flat, out_spec = pytree.tree_flatten(out)
         found.append((flat, out_spec))
@@ -81,7 +81,7 @@ def call_with_copies(
     with alone(), _as_they_were(model):  # functional_call swaps the module's weights while it runs
         shared = dict(model.named_parameters())
         slots = _slots(model, reading.path, changes)
-        own = {name: _in_order(shared[name] + change) for name, change in changes.items()}
+        own = {name: _row_major(shared[name] + change) for name, change in changes.items()}
         results = _in_turn(one, own, *grouped) if loop else _at_once(model, one, own, *grouped)
     flat, out_spec = found[-1]
     if loop and may_look() and any(bool((results[leaf] != results[leaf][:1]).any()) for leaf in shared_out if leaf < len(results)):
@@ -119,7 +119,7 @@ def _as_they_were(model: nn.Module) -> Iterator[None]:
             module.__dict__[name] = t
 
 
-def _in_order(t: Tensor) -> Tensor:
+def _row_major(t: Tensor) -> Tensor:
     """The same numbers in the order of the dimensions, which `contiguous` takes kernels of one pixel to be in in any case.
 
     With the channels last PyTorch 2.13 makes wrong gradients of kernels on a CPU, under vmap and of single rows.

@@ -38,7 +38,8 @@ _TRANSFORMED = (
     "go through it, by its weights and by its inputs"
 )
 _MIXES = (
-    "the tailoring loss {} makes one query's value depend on another query's state: let it depend on its own rows only. If it gives the "
+    "the tailoring loss {} makes one query's value depend on another query's state: let it, and what the model answers, depend on its own "
+    "rows only. If it gives the "
     "model several rows of each query, these must follow each other: torch.stack([x, -x], 1).flatten(0, 1) or x.repeat_interleave(k, 0), "
     "not torch.cat([x, -x])"
 )
@@ -48,7 +49,6 @@ _CHANGES = (
     "the tailoring loss {} changes the query in place (x[...] = ..., x += ...), so every step, and the answer, would see another one: let "
     "it make a new tensor"
 )
-KEEPS_APART = "keeps the queries apart"
 
 
 class UnfitLossError(ValueError):
@@ -178,8 +178,8 @@ class Fitting(Placing):
             if compiling:
                 losses = self.loss(model, *args, **kwargs)
             else:
-                tried = batch.places.tried
-                before = None if tried else versions(x)
+                asked = batch.places.asked
+                before = None if asked.leaves_query else versions(x)
                 try:
                     losses = self.loss(model, *args, **kwargs)
                 except (TypeError, AttributeError) as error:  # how one looks that was written for other arguments
@@ -187,39 +187,43 @@ class Fitting(Placing):
                     raise
                 if before is not None and before != versions(x):
                     raise UnfitLossError(_CHANGES.format(self._name_of_loss))
-                tried.add("leaves the query as it is")
+                asked.leaves_query = True
         check_losses(losses, batch.queries if rows is None else len(rows))
-        asked = batch.queries > 1 and rows is None and not compiling and KEEPS_APART not in batch.places.tried
-        if asked and losses.requires_grad and may_look():
+        unknown = batch.queries > 1 and rows is None and not compiling and not batch.places.asked.keeps_apart
+        if unknown and losses.requires_grad and may_look():
             self._refuse_mixing(batch, losses, state, taps)
         return self.adapt.reduce(losses)
 
     def _try_loss(self, x: Any, places: Places) -> None:
         """The loss of the first two queries, once for compiled code, in which no value can be looked at."""
-        if KEEPS_APART in places.tried:
+        if places.asked.keeps_apart:
             return
         pair = Batch(take_rows(x, slice(2)), 2, places)
-        try:
-            with untouched(self):  # the loss may have buffers, too
-                self._gradient(pair, self._identity(pair, 2), None, 0, False)
-        except UnfitLossError:
-            raise
-        except Exception:  # it knows of the whole batch, or fails there, too
-            places.tried.add(KEEPS_APART)
+        start = self._identity(pair, self.adapt.rows(2))  # first: a learned start has its shape from then on
+        with untouched(self):  # the loss may have buffers, too
+            try:
+                self._gradient(pair, start, None, 0, False)
+            except UnfitLossError:
+                raise
+            except Exception:  # it knows of the whole batch, or fails there, too
+                places.asked.keeps_apart = True
 
     def _refuse_mixing(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
-        """Raise if one query's loss depends on another's state. Asked once for each kind of input, of the graph that is there anyway:
-        does the loss of the first half have a gradient in the others' rows of what is adapted last, of all that it depends on?
+        """Raise if one query's loss depends on another's state. Asked once for each kind of input, of the graph that is there anyway: has
+        the loss of either half of the queries a gradient in the others' rows of anything that is adapted?
         """
         half = batch.queries // 2
         places = [t for t in (*states.numbers(state), *getattr(taps, "outs", ())) if t.requires_grad]
-        for place in reversed(places):
-            (found,) = torch.autograd.grad(losses[:half].sum(), place, retain_graph=True, allow_unused=True)
-            if found is not None:
-                if bool((found[half:].abs() > 0).any()) and bool(found.isfinite().all()):
-                    raise MixingError(_MIXES.format(self._name_of_loss))
-                batch.places.tried.add(KEEPS_APART)
-                return
+        if self.adapt.rows(2) != 2 or not places:
+            return  # they share a state; or it is only asked how large the loss is
+        for own, others in ((slice(None, half), slice(half, None)), (slice(half, None), slice(None, half))):
+            grads = torch.autograd.grad(losses[own].sum(), places, retain_graph=True, allow_unused=True)
+            found = [g for g in grads if g is not None]
+            if not all(bool(g.isfinite().all()) for g in found):
+                return  # to be asked of the next batch
+            if any(bool((g[others] != 0).any()) for g in found):
+                raise MixingError(_MIXES.format(self._name_of_loss))
+        batch.places.asked.keeps_apart = True
 
     def _call(
         self, batch: Batch, state: State, reuse: Reuse | None, keep: bool, taps: Any, reading: Reading, args: Any, kwargs: Any

@@ -187,9 +187,25 @@ class NoGradientError(ValueError):
     """A loss that does not depend on what is adapted."""
 
 
+def found_gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
+    """The gradient of the sum of `values`, by name, with respect to those leaves that they depend on; an error if that is none."""
+    found: dict[str, Tensor] = {}
+    if values.requires_grad and leaves:
+        total = values if values.numel() == 1 else values.sum()  # one query's loss is the sum already: two operations less
+        grads = _grad(total, tuple(leaves.values()), graph)
+        found = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
+    if not found:
+        raise NoGradientError(
+            f"the tailoring loss does not depend on the state{f' {list(leaves)}' if leaves else ''}: call the model that the loss is given "
+            "(not the original one), without detach() or no_grad(), and adapt modules that the loss can see; an autograd.grad within the "
+            "loss needs create_graph=True; quantised layers have no gradient"
+        )
+    return found
+
+
 def gradients(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Any]:
     """The gradient of the sum of `values` with respect to each leaf; zero where there is none, but not everywhere."""
-    found = reached(values, leaves, graph)
+    found = found_gradients(values, leaves, graph)
     if len(found) == len(leaves):
         return found
     return {name: found[name] if name in found else torch.zeros_like(t) for name, t in leaves.items()}
@@ -203,19 +219,3 @@ def _grad(total: Tensor, inputs: tuple[Tensor, ...], graph: bool) -> tuple[Tenso
     if has_torch_function_unary(total):
         return torch.autograd.grad(total, inputs, create_graph=graph, allow_unused=True)
     return _engine_run_backward((total,), (torch.ones_like(total),), graph, graph, inputs, allow_unreachable=True, accumulate_grad=False)
-
-
-def reached(values: Tensor, leaves: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
-    """The same of those leaves alone that the values depend on."""
-    found: dict[str, Tensor] = {}
-    if values.requires_grad and leaves:
-        total = values if values.numel() == 1 else values.sum()  # one query's loss is the sum already: two operations less
-        grads = _grad(total, tuple(leaves.values()), graph)
-        found = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
-    if not found:
-        raise NoGradientError(
-            f"the tailoring loss does not depend on the state{f' {list(leaves)}' if leaves else ''}: call the model that the loss is given "
-            "(not the original one), without detach() or no_grad(), and adapt modules that the loss can see; an autograd.grad within the "
-            "loss needs create_graph=True; quantised layers have no gradient"
-        )
-    return found

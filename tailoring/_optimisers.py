@@ -55,8 +55,7 @@ class Descent:
     differentiable = True
 
     def __init__(self, lr: Rates, *, momentum: float = 0.0, clip: float | None = None, proximal: float = 0.0):
-        if isinstance(lr, Real) and not isinstance(lr, int):
-            lr = float(lr)  # a Fraction, a number of numpy's
+        lr = _plain(lr)
         self.lr, self.momentum, self.clip, self.proximal = lr, momentum, clip, proximal
         self._keys: dict[str, str] = {}  # of a dict of step sizes, which of them a name has
         for rate in lr.values() if isinstance(lr, Mapping) else [lr]:
@@ -153,6 +152,15 @@ def _clipped(grads: State, most: float) -> State:
     inside = largest * norms <= most
     grads = states.scale(grads, lambda _: torch.where(inside, 1.0, 1 / largest))
     return states.scale(grads, lambda _: torch.where(inside, 1.0, most / norms))
+
+
+def _plain(lr: Any) -> Any:
+    """With numbers of Python's own: a Fraction, or one of numpy's, is no number to PyTorch."""
+    if isinstance(lr, Mapping):
+        return {name: _plain(rate) for name, rate in lr.items()}
+    if isinstance(lr, list | tuple):
+        return type(lr)(map(_plain, lr))
+    return float(lr) if isinstance(lr, Real) and not isinstance(lr, int) else lr
 
 
 def _check_rate(rate: Rate) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import _flipped, _layouts, _merge, _products
@@ -27,6 +28,7 @@ def own_passes(*, searches: bool = False) -> dict[str, Any]:
 
         def uuid(self) -> Any:
             files = [str(module.__file__) for module in (_flipped, _layouts, _merge, _products)]
-            return get_hash_for_files((__file__, *files), extra=str(searches))
+            here = torch.backends.mkldnn.enabled, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()  # what trials depend on
+            return get_hash_for_files((__file__, *files), extra=str((searches, *here)))
 
     return {"post_grad_custom_pre_pass": Passes()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,14 @@ from ._watch import Seen, watch, watching_once
 Kind = tuple[Any, ...]
 
 
+@dataclass
+class Asked:
+    """What is known of the tailoring loss, once it has been asked."""
+
+    leaves_query: bool = False  # it does not change the query in place
+    keeps_apart: bool = False  # no query's value depends on another's state
+
+
 class Places(NamedTuple):
     """What is known of a model for inputs of one shape."""
 
@@ -33,7 +42,7 @@ class Places(NamedTuple):
     multiplications: float  # that these make for a query
     answer_rows: dict[int, int | None]  # of each tensor of the answer, the dimension that holds the queries
     answers_by_row: bool  # every tensor of the answer has one, in which the rows of a query follow each other
-    tried: set[str]  # what was asked of the tailoring loss, once for all
+    asked: Asked
     kernels: AbstractContextManager[None] | None  # plain ones, for each of the passes; None: to be asked for at each
 
 
@@ -47,9 +56,9 @@ class Ways:
         self.seen: dict[tuple[float, ...], Any] = {}
         self.differ = False
 
-    def key(self, kind: Any, numbers: tuple[float, ...]) -> tuple[Any, tuple[float, ...]]:
-        """Under which the sites are known, or to be."""
-        return kind, numbers if self.differ or numbers in self.seen or len(self.seen) < _LOOKS else next(iter(self.seen))
+    def like(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
+        """Numbers that go the same way, as far as is known: these, or the first that were looked at."""
+        return numbers if self.differ or numbers in self.seen or len(self.seen) < _LOOKS else next(iter(self.seen))
 
     def note(self, numbers: tuple[float, ...], way: Any) -> None:
         self.differ = self.differ or any(way != other for other in self.seen.values())
@@ -81,13 +90,13 @@ class Placing(OwnNames):
             return self._find_traced(x)
         key = key or self._key(x, structure)
         numbers = () if isinstance(x, Tensor) else _numbers(x)
-        if numbers:
-            key = self._ways.setdefault(key, Ways()).key(key, numbers)
+        ways = self._ways.setdefault(key, Ways()) if numbers else None
+        key = key if ways is None else (key, ways.like(numbers))
         places = self._places.get(key)
         if places is None:
             places, seen = self._look(x, structure)
-            if numbers:
-                self._ways[key[0]].note(numbers, tuple((s.name, s.call) for s in seen))
+            if ways is not None:
+                ways.note(numbers, tuple((s.name, s.call) for s in seen))
             while len(self._places) >= _MOST_PLACES:
                 del self._places[next(iter(self._places))]
             self._places[key] = places
@@ -106,7 +115,7 @@ class Placing(OwnNames):
             warnings.warn(_UNSEEN, stacklevel=3)
         by_row = bool(answers) and all(s.rows is not None and s.in_order for s in answers)
         per_query = multiplications(self.net, prefix, seen) / 2
-        return Places(here, prefix, per_query, {s.leaf: s.rows for s in answers}, by_row, set(), self._plain_kernels(structure)), seen
+        return Places(here, prefix, per_query, {s.leaf: s.rows for s in answers}, by_row, Asked(), self._plain_kernels(structure)), seen
 
     def _find_traced(self, x: Any) -> Places:
         """The same in compiled code, which cannot look: of an input like one that `prepare`, or the first call, has seen."""
@@ -165,8 +174,9 @@ def _told(leaf: Any) -> Any:
 
 def _numbers(x: Any) -> tuple[float, ...]:
     """What is measured rather than counted, and shared by all queries. (Of a GPU's numbers it would have to be waited for.)"""
-    leaves = (t.item() if isinstance(t, Tensor) and not t.ndim and t.is_cpu and t.is_floating_point() else t for t in pytree.tree_leaves(x))
-    return tuple(leaf for leaf in leaves if isinstance(leaf, float))
+    leaves = pytree.tree_leaves(x)
+    told = (float(t) if isinstance(t, Tensor) and not t.ndim and t.is_cpu and not t.is_complex() else t for t in leaves)
+    return tuple(number for number in told if isinstance(number, float))
 
 
 _MOST_PLACES = 1024  # kinds of inputs that are remembered; to look at one takes as long as ten answers

@@ -6,6 +6,7 @@ AMD's processors unused. oneDNN, which PyTorch has for convolutions, uses all of
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +37,10 @@ def is_faster(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
     from torch._subclasses.fake_tensor import unset_fake_temporarily  # not public, so only where it is needed
 
     with unset_fake_temporarily(), torch.no_grad():
-        left, right = torch.ones(min(len(a), _ROWS), a.shape[1]), torch.ones(b.shape)  # drawn ones would move the generator
+        ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu")  # drawn ones would move the generator
+        left, right = ones(min(len(a), _ROWS), a.shape[1]), ones(b.shape)
         right = right if b.is_contiguous() else right.t().contiguous().t()
-        offset = None if bias is None else torch.ones(bias.shape)
+        offset = None if bias is None else ones(bias.shape)
         usual = (lambda: left @ right) if offset is None else lambda: torch.addmm(offset, left, right)
         return outruns(lambda: product(left, right, offset), usual)
 
@@ -78,12 +80,19 @@ def choose_products(graph: fx.Graph, wanted: Callable[[Tensor, Tensor, Tensor | 
             graph.erase_node(node)
 
 
-def _factors(node: fx.Node) -> tuple[Any, ...] | None:
+def _factors(node: fx.Node) -> tuple[Any, Any, Any] | None:
     """(a, b, bias or None) if the node is such a product."""
-    if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+    given: Any = node.args
+    if node.kwargs:
         return None
-    a, b, *rest = (*node.args[-2:], *node.args[:-2])
-    left, right, *offset = (one.meta["val"] for one in (a, b, *rest))  # type: ignore[union-attr]
-    plain = left.is_contiguous() and (right.is_contiguous() or right.t().is_contiguous()) and all(t.ndim == 1 for t in offset)
+    if node.target is aten.mm.default:
+        (a, b), bias = given, None
+    elif node.target is aten.addmm.default:
+        bias, a, b = given
+    else:
+        return None
+    left, right, offset = a.meta["val"], b.meta["val"], None if bias is None else bias.meta["val"]
+    fits = offset is None or (offset.shape == right.shape[1:] and offset.is_contiguous())  # oneDNN reads it as if it did
+    plain = left.is_contiguous() and (right.is_contiguous() or right.t().is_contiguous())
     large = left.shape[0] * right.numel() >= _LARGE
-    return (a, b, *rest, None)[:3] if plain and large and left.dtype is torch.float32 and left.is_cpu else None
+    return (a, b, bias) if fits and plain and large and left.dtype is torch.float32 and left.is_cpu else None

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
@@ -37,49 +36,50 @@ def make_traceable(model: nn.Module) -> None:
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether the instance has a `forward` that is not its class's."""
+    """Whether the instance has a `forward` that is neither its class's nor what stands in for it while it is adapted."""
     own = module.__dict__.get("forward")
-    return own is not None and not (isinstance(own, functools.partial) and own.func is type(module).forward)
+    return own is not None and _function_of(own) is not type(module).forward and not getattr(own, "stands_in", False)
+
+
+def _function_of(forward: Callable[..., Any]) -> Any:
+    """The function of a class that a bound method, or what `make_traceable` leaves, is of."""
+    return forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", None)
 
 
 @contextmanager
 def unrolled_layers(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model's RNN, GRU and LSTM layers compute step by step, and its LSTM cells in plain operations."""
+    """Within the block, the model's RNN, GRU and LSTM layers compute step by step, and its cells in plain operations."""
     with ExitStack() as stack:
         for layer in model.modules():
-            if (forward := _in_plain_operations(layer, layer is model)) is not None:
+            if (forward := _in_plain_operations(layer)) is not None:
                 stack.callback(restore_forward, layer, layer.__dict__.get("forward"))
                 layer.__dict__["forward"] = forward
         yield
 
 
-def _in_plain_operations(layer: nn.Module, stood_in_for: bool) -> Callable[..., Any] | None:
-    """Another `forward` for the layer, if it needs one: vmap cannot run an LSTM cell's. One that the user has patched keeps its own.
+def _in_plain_operations(layer: nn.Module) -> Callable[..., Any] | None:
+    """Another `forward` for the layer, if it needs one and runs its own: one that the user has written or patched is left as it is."""
+    return None if is_patched(layer) else _plain(layer, type(layer).forward)
 
-    In compiled code a stand-in for the layer runs while it is called with copies, and looks like a patch.
-    """
-    if isinstance(layer, nn.RNNBase):
+
+def in_plain_operations(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The `forward` of a layer, or the same in plain operations if vmap cannot run it."""
+    return _plain(layer, _function_of(forward)) or forward
+
+
+def _plain(layer: Any, function: Any) -> Callable[..., Any] | None:
+    if function in (nn.RNN.forward, nn.GRU.forward, nn.LSTM.forward):
         return Unrolled(layer)
-    if not isinstance(layer, nn.LSTMCell) or type(layer).forward is not nn.LSTMCell.forward:
-        return None
-    if is_patched(layer) and not (stood_in_for and is_dynamo_compiling()):
-        return None
-    return functools.partial(_lstm_cell, layer)
+    return functools.partial(_step, layer) if function in (nn.RNNCell.forward, nn.GRUCell.forward, nn.LSTMCell.forward) else None
 
 
-def cell_in_plain_operations(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The `forward` of a layer, or of an LSTM cell the same in plain operations."""
-    own = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", None)
-    if isinstance(layer, nn.LSTMCell) and own is nn.LSTMCell.forward:
-        return functools.partial(_lstm_cell, layer)
-    return forward
-
-
-def _lstm_cell(cell: nn.LSTMCell, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
-    zeros = input.new_zeros(*input.shape[:-1], cell.hidden_size)
-    state = (zeros, zeros) if hx is None else hx
-    given, recurrent = F.linear(input, cell.weight_ih, cell.bias_ih), F.linear(state[0], cell.weight_hh, cell.bias_hh)
-    return _lstm(given, recurrent, state)
+def _step(layer: nn.RNNCellBase, input: Tensor, hx: Any = None) -> Any:
+    """The `forward` of a recurrent cell."""
+    zeros, pair = input.new_zeros(*input.shape[:-1], layer.hidden_size), isinstance(layer, nn.LSTMCell)
+    state = (zeros, zeros) if hx is None else hx if pair else (hx,)
+    given, recurrent = F.linear(input, layer.weight_ih, layer.bias_ih), F.linear(state[0], layer.weight_hh, layer.bias_hh)
+    new = _cell(layer)(given, recurrent, state)
+    return new if pair else new[0]
 
 
 class Unrolled:
@@ -135,13 +135,14 @@ def _starts(hx: Any) -> list[tuple[Tensor, ...]]:
     return list(zip(*(h.unbind(0) for h in (hx if isinstance(hx, tuple) else (hx,))), strict=True))
 
 
-def _cell(layer: nn.RNNBase) -> Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+def _cell(layer: nn.RNNBase | nn.RNNCellBase) -> Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]:
     """(input part, recurrent part, state) -> state, as in the documentation of torch.nn."""
-    if isinstance(layer, nn.LSTM):
+    if isinstance(layer, nn.LSTM | nn.LSTMCell):
         return _lstm
-    if isinstance(layer, nn.GRU):
+    if isinstance(layer, nn.GRU | nn.GRUCell):
         return _gru
-    activation = torch.tanh if layer.mode == "RNN_TANH" else torch.relu
+    nonlinearity = layer.mode if isinstance(layer, nn.RNNBase) else layer.nonlinearity
+    activation = torch.tanh if nonlinearity in ("RNN_TANH", "tanh") else torch.relu
     return lambda given, recurrent, state: (activation(given + recurrent),)
 
 

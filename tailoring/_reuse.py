@@ -200,7 +200,8 @@ def _hooked_below(module: nn.Module) -> bool:
 def find_prefix(adapt: Adapter, here: Sited, seen: list[Seen], x: Any) -> Prefix:
     """The modules whose answers can be kept from pass to pass, if they are worth it: found by trying it on two queries."""
     model, sites = here.model, here.sites
-    outputs, weights = ({model.get_submodule(s.module) for s in sites if bool(s.local) == local} for local in (False, True))
+    outputs = {model.get_submodule(s.module) for s in sites if not s.local}  # whose answers are edited
+    weights = {model.get_submodule(s.module) for s in sites if s.local}  # whose parameters are each query's own
     names = tuple(_outermost(model, "", outputs, weights))
     if _share(model, names, seen) < WORTH_IT:
         return {}

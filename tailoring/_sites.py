@@ -53,6 +53,7 @@ class StandIn:
                 return module.forward(*args, **kwargs)
             return around(forward, module, args, kwargs) if owner is None or get_ident() == owner else forward(*args, **kwargs)
 
+        shadow.stands_in = True  # type: ignore[attr-defined]  # no patch of the user's, see `is_patched`
         self.now, self.shadow = now, shadow  # a function: an object that can be called takes longer
 
 

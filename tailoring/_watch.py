@@ -48,21 +48,20 @@ def watch(model: nn.Module, x: Any, rerun: set[int] | None = None) -> list[Seen]
     queries, in either order: the rows of each must stand where it stands, which they cannot in a module that only some queries are sent
     to. `rerun` takes the ids of the parameters that functions are given within `torch.utils.checkpoint`.
     """
-    known, here = _once.seen, (id(model), id(x), rerun is None)
-    if known is not None and here in known:
-        seen, ids = known[here]
-    else:
+    known, this = _once.seen, (id(model), id(x))
+    seen, ids = (known or {}).get(this, (None, None))
+    if seen is None or (rerun is not None and ids is None):  # not looked at yet, or not for what runs again
         ids = None if rerun is None else set[int]()
         seen = _look(model, x, ids)
         if known is not None:
-            known[here] = known[*here[:2], True] = seen, ids
-    if rerun is not None and ids is not None:
-        rerun |= ids
+            known[this] = seen, ids
+    if rerun is not None:
+        rerun |= ids or set()
     return seen
 
 
 class _Once(threading.local):
-    seen: dict[tuple[int, int, bool], tuple[list[Seen], set[int] | None]] | None = None
+    seen: dict[tuple[int, int], tuple[list[Seen], set[int] | None]] | None = None
 
 
 _once = _Once()

@@ -20,10 +20,10 @@ from ._casts import Pass, Site, Sited
 from ._copies import call_with_copies
 from ._doubt import doubt
 from ._entries import Entry, LowRank, as_tensor
-from ._inner import differentiate, reached
+from ._inner import differentiate, found_gradients
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
-from ._recurrent import Unrolled, is_patched
+from ._recurrent import in_plain_operations, is_patched
 from ._sites import Around, At, Reading, alone, check_at, describe, matching
 from ._states import State
 from ._taps import Tap, Taps, transformed
@@ -165,7 +165,7 @@ def _listen(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bo
         return None
     uses = {f"{i}: {tap.weight or tap.bias}": (tap, out) for i, (tap, out) in enumerate(zip(taps.heard, taps.outs, strict=True))}
     # From here on the taps may hear more, of a loss that runs the model within `torch.utils.checkpoint`: the same once again.
-    grads = reached(values, {**leaves, **{name: out for name, (_, out) in uses.items()}}, graph)
+    grads = found_gradients(values, {**leaves, **{name: out for name, (_, out) in uses.items()}}, graph)
     heard = [(tap, grads[name]) for name, (tap, _) in uses.items() if name in grads]  # else its graph may be gone
     return values, {name: grads[name] if name in grads else torch.zeros_like(t) for name, t in free.items()}, heard
 
@@ -238,8 +238,8 @@ def _copied(sites: list[Site], now: Pass) -> Around:
         inside[0] = True
         try:
             changes = {local: as_tensor(now.state[key]) for local, key in names.items()}
-            run = Unrolled(module) if isinstance(module, nn.RNNBase) else forward
-            bare = None if is_dynamo_compiling() and not isinstance(module, nn.RNNBase) else run
+            run = in_plain_operations(module, forward)
+            bare = None if is_dynamo_compiling() and run is forward else run
             return call_with_copies(module, Reading(), changes, args, kwargs, rows=all_rows, forward=bare)
         finally:
             inside[0] = False

@@ -44,7 +44,7 @@ class _AnswersOnly(Bound):
     __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given, own = tensors((args, kwargs)), tensors(as_call(self._query))
+        given, own = tensors((args, kwargs)), tensors(as_call(self._bound.query))
         if len(given) != len(own) or not all(a is b or (may_look() and torch.equal(a, b)) for a, b in zip(given, own, strict=True)):
             self._refuse("calls the model on other inputs than the query (views, noise)")
         return super().__call__(*args, **kwargs)
@@ -59,6 +59,9 @@ class _AnswersOnly(Bound):
         value = super().__getattr__(name)
         other = value is not self and (isinstance(value, Bound) or callable(value))
         return self._refuse(f"uses {name!r}") if other else value
+
+    def _below(self, name: str, module: nn.Module) -> NoReturn:
+        self._refuse(f"uses {name!r}")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(

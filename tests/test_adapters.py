@@ -375,6 +375,7 @@ def test_output_serves_structured_predictions():
         (lambda model, x: model.output_of("2", x).sum(1), "output of '2'"),
         (lambda model, x: model.input_of("2", x).sum(1), "input of '2'"),
         (lambda model, x: model.body(x).sum(1), "uses 'body'"),
+        (lambda model, x: model[0](x).sum(1), "uses '0'"),
     ],
 )
 def test_output_refuses_what_it_cannot_reach(loss, reason):

@@ -52,11 +52,12 @@ CELLS = {
     "patched": lambda: Loop(patched()),
     "gru": lambda: Loop(nn.GRUCell(3, 6)),
     "rnn": lambda: Loop(nn.RNNCell(3, 6)),
+    "rnn, relu, no bias": lambda: Loop(nn.RNNCell(3, 6, bias=False, nonlinearity="relu")),
 }
 
 
 @pytest.mark.usefixtures("seeded")
-@pytest.mark.filterwarnings("ignore:Weights runs all of this model", "ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:Weights runs all of this model", "ignore:There is a performance drop.*_weight_norm")
 @pytest.mark.parametrize("how", ["rules", "vmap"])
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_in_a_loop_over_time_is_exact(name, how):
@@ -97,3 +98,38 @@ def test_a_cell_in_compiled_code(how):
     net, x = Loop(nn.LSTMCell(3, 6)), torch.randn(3, 2, 3)
     model = Tailored(net, size, adapt=Weights(how=how), steps=1, lr=0.1)
     torch.testing.assert_close(model.replace(compile={"backend": "eager"})(x), model(x))
+
+
+class Residual(nn.GRU):
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out, last = super().forward(input, hx)
+        return out + input, last
+
+
+def with_a_residual() -> nn.GRU:
+    layer = nn.GRU(3, 3, batch_first=True)
+    own = layer.forward
+    layer.forward = lambda x: (own(x)[0] + x, None)
+    return layer
+
+
+class Last(nn.Module):
+    def __init__(self, layer: nn.GRU):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.filterwarnings("ignore:Weights runs all of this model")
+@pytest.mark.parametrize("how", ["rules", "vmap"])
+@pytest.mark.parametrize("layer", [lambda: Residual(3, 3, batch_first=True), with_a_residual], ids=["class", "patch"])
+def test_a_layer_that_is_no_longer_torchs_is_not_taken_for_it(layer, how):
+    net, x = Last(layer()), torch.randn(4, 5, 3)
+    model = Tailored(net, size, adapt=Weights(how=how), lr=0.1)
+    with pytest.raises(RuntimeError, match="how='loop'"):
+        model(x)
+    torch.testing.assert_close(model.replace(adapt=Weights("head"), steps=0)(x), net(x))
+    assert (model.replace(adapt=Weights(how="loop"))(x) - net(x)).abs().max() < 1

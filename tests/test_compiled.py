@@ -313,11 +313,11 @@ def test_numbers_that_a_loss_changes_between_steps_are_seen(change, monkeypatch)
     net = nn.Sequential(Below(), nn.Linear(4, 4), nn.Tanh())
 
     def loss(m, x):
-        number = 1.0 + m._step
+        number = 1.0 + m._bound.step
         if change == "in a tuple":
             net[0].pair = (number, 2.0)
         elif change == "once nothing":
-            net[0].factor = number if m._step else None
+            net[0].factor = number if m._bound.step else None
         else:
             net[0].leaky.negative_slope = number
         return (m(x) - 0.5).square().sum(1)

@@ -241,6 +241,37 @@ def test_each_kind_of_product_is_asked_for_once_and_the_others_library_kept_if_n
     assert sum(node.target is torch.ops.aten.mm.default for node in made.graph.nodes) == 3
 
 
+@pytest.mark.parametrize("bias", [torch.randn(256)[::2], torch.randn(1).expand(128), torch.randn(1)], ids=["in steps", "expanded", "one"])
+def test_a_bias_that_onednn_would_misread_is_left_alone(bias):
+    given = torch.randn(70, 128), torch.randn(128, 128), bias
+    made = make_fx(lambda x, w, b: torch.addmm(b, x, w), tracing_mode="fake")(*given)
+    choose_products(made.graph, lambda *given: True)
+    made.recompile()
+    torch.testing.assert_close(made(*given), torch.addmm(bias, *given[:2]))
+
+
+def test_the_trial_is_of_float32_whatever_is_the_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert _products.is_faster(*(torch.ones(128, 128, dtype=torch.float32) for _ in range(2)), None) in (True, False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_program_in_inductors_cache_serves_those_only_whose_trials_would_be_alike():
+    def uuid():
+        return _passes.own_passes()["post_grad_custom_pre_pass"].uuid()
+
+    with_onednn = uuid()
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        assert uuid() != with_onednn
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+    assert uuid() == with_onednn
+
+
 def test_who_switches_onednn_off_gets_none_of_it():
     made = make_fx(lambda x, w: x @ w, tracing_mode="fake")(torch.randn(70, 128), torch.randn(128, 128))
     torch.backends.mkldnn.set_flags(False)

@@ -48,7 +48,10 @@ def test_what_all_queries_share_is_answered_once(adapt, queries, chunk, recwarn)
 @pytest.mark.filterwarnings("ignore:Weights runs all of this model")
 @pytest.mark.parametrize("adapt", [Weights(), *COPIES], ids=repr)
 def test_what_would_be_another_for_each_query_must_have_a_row_for_each(adapt):
-    with pytest.raises(ValueError, match=r"without a row for each query, shape \(\), that depends on the query's own weights"):
+    told = r"without a row for each query, shape \(\), that depends on the query's own weights"
+    if adapt.how == "loop":  # at the start all queries' are the same, but the loss of one depends on another's
+        told = "depend on another query's state"
+    with pytest.raises(ValueError, match=told):
         Tailored(Scaled(), surprise, adapt=adapt, lr=0.5)(torch.randn(3, 4))
 
 

@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from tailoring import CN, Shift, Tailored, Weights
-from tailoring.losses import Rotation
+from tailoring.losses import Agree, Rotation
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -82,3 +82,18 @@ def test_a_head_of_its_own_is_the_losss():
     model = Tailored(net, Rotation(head, at="flat"), adapt=Weights())
     assert "tailoring.loss.head.weight" in model.state_dict()
     assert model(torch.randn(3, 2, 4, 4)).shape == (3, 3)
+
+
+@pytest.mark.parametrize("adapt", [Weights(), Weights("turn")], ids=repr)
+def test_so_is_the_head_in_which_views_agree(adapt):
+    def views(rows, seeds):
+        return rows + seeds[:, None, None, None] % 7 / 70
+
+    net, x = WithHead().double(), torch.randn(3, 2, 4, 4).double()
+    by_name = Tailored(net, Agree(views, at=lambda model, x: model.turn(model.features(x))), adapt=adapt, steps=2, lr=0.1)
+    state = by_name.replace(loss=Agree(views, at="flat", head=net.turn)).tailor(x)
+    for name, entry in by_name.tailor(x).items():
+        if name.startswith("turn."):
+            entry, own = (e if isinstance(e, torch.Tensor) else e.dense() for e in (entry, state[name]))
+            assert own.abs().max() > 0
+            torch.testing.assert_close(own, entry)

@@ -116,6 +116,39 @@ def test_an_answer_that_cannot_be_looked_into_is_told():
         Tailored(Wrapped(), lambda m, x: m(x).y.square().sum(1))(torch.randn(4, 3))
 
 
+class Forks(nn.Module):
+    """Goes one way at the first time step and another at all others; with names that the library has, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.other = (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)) for _ in range(2))
+        self._step, self._query, self.bound = 0.25, nn.Linear(3, 3), 2.0
+
+    def forward(self, x, t):
+        return self.first(x) if t == 0 else self.other(x)
+
+
+@pytest.mark.parametrize("number", [torch.tensor, float, int, lambda t: torch.tensor(bool(t)), lambda t: torch.tensor(float(t))])
+def test_a_number_that_all_queries_share_may_choose_the_way(number):
+    net, x = Forks(), torch.randn(4, 3)
+
+    def model():
+        return Tailored(net, lambda m, x, t: m(x, t).square().sum(1), adapt=CN(nn.Tanh), steps=2, lr=0.1)
+
+    both = model()
+    for t in (0, 1, 0):
+        torch.testing.assert_close(both(x, number(t)), model()(x, number(t)))
+
+
+def test_the_models_names_are_its_own():
+    def loss(model, x, t):
+        assert (model._step, model.bound) == (0.25, 2.0)
+        return model._query(model(x, t)).square().sum(1)
+
+    assert Tailored(Forks(), loss, adapt=CN("first.1"))(torch.randn(4, 3), 0).isfinite().all()
+
+
 # Rows
 
 

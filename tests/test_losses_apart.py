@@ -92,6 +92,42 @@ def test_what_keeps_them_apart_is_not(loss, adapt):
     sum(outer_losses(model, F.mse_loss, x, x)).backward()
 
 
+def of_the_one_before(model, x):
+    y = model(x)
+    return F.pad((y[1:] - y[:-1]).square().sum(1), (1, 0))
+
+
+def of_the_one_after(model, x):
+    y = model(x)
+    return F.pad((y[1:] - y[:-1]).square().sum(1), (0, 1))
+
+
+def mixed_early(model, x):
+    hidden = model.output_of("1", x)
+    return model(x).square().sum(1) + (hidden - hidden.mean(0)).square().sum(1)
+
+
+@pytest.mark.parametrize("adapt", [CN("*"), Weights(), Weights(how="vmap")], ids=repr)
+@pytest.mark.parametrize("loss", [of_the_one_before, of_the_one_after, mixed_early])
+def test_it_is_asked_both_ways_and_of_all_that_is_adapted(loss, adapt):
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        Tailored(float_mlp(), loss, adapt=adapt)(torch.randn(5, 3))
+
+
+def test_a_batch_that_is_not_finite_answers_for_no_other():
+    model, x = Tailored(float_mlp(), turned), torch.randn(5, 3)
+    broken = torch.where(torch.arange(5)[:, None] == 1, torch.nan, x)
+    model(broken)
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        model(x)
+
+
+def test_compiled_code_never_sees_it_with_a_learned_start_either():
+    model = Tailored(float_mlp(), turned, adapt=CN(learned_start=True), compile={"backend": "eager"})
+    with torch.no_grad(), pytest.raises(ValueError, match="depend on another query's state"):
+        model(torch.randn(5, 3))
+
+
 def test_a_batch_that_is_adapted_as_a_whole_may_be_mixed():
     model = Tailored(float_mlp(), centred, adapt=Shared(CN()))
     assert model(torch.randn(5, 3)).shape == (5, 2)

@@ -381,7 +381,7 @@ def in_another_thread(model, x):
 
 
 def with_other_weights(model, x):
-    net = model._module
+    net = model._bound.module
     return torch.func.functional_call(net, {name: 1.5 * p.detach() for name, p in net.named_parameters()}, (x,)).detach() + model(x)
 
 

@@ -17,7 +17,7 @@ Features = str | Callable[..., Tensor] | None  # a module's name, a function fea
 
 def of_model(model: Any, module: nn.Module) -> Any:
     """A module that a loss holds: as adapted, if it is one of the model's."""
-    return model.bound(module) if isinstance(model, Bound) else module
+    return model._part(module) if isinstance(model, Bound) else module
 
 
 class Loss(nn.Module):

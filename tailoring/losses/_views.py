@@ -64,7 +64,8 @@ class Agree(Loss):
     def forward(self, model: Any, x: Tensor) -> Tensor:
         rows = _views(model, self.augment, self.views, x, self.fresh)
         features = read(model, self.at, rows).flatten(1)
-        z = F.normalize(grouped(features if self.head is None else self.head(features), rows, self.views), dim=-1)  # (queries, views, d)
+        features = features if self.head is None else of_model(model, self.head)(features)
+        z = F.normalize(grouped(features, rows, self.views), dim=-1)  # (queries, views, d)
         pairs = z @ z.mT
         off_diagonal = ~torch.eye(self.views, dtype=torch.bool, device=z.device)
         if self.negatives is None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import _states as states
 from .._batch import leaves_inference_mode
-from .._fitting import KEEPS_APART
 from .._outer import TaskLoss
+from .._places import Asked
 from .._states import State
 from .._tailored import Tailored
 
@@ -81,7 +81,7 @@ def _of_batch(model: Tailored, x: Any, y: Any, task_loss: TaskLoss) -> tuple[Ten
         return found.expand(batch.queries)  # a mean, once for each query, sums to the total
 
     supervised = asked.replace(loss=labelled)
-    places = batch.places._replace(tried={KEEPS_APART})  # as a mean may not: it is no tailoring loss
+    places = batch.places._replace(asked=Asked(keeps_apart=True))  # as a mean may not: it is no tailoring loss
     same = batch._replace(places=places, reuse=supervised._reuse(places, batch.queries))
     start = asked._identity(batch, asked.adapt.rows(batch.queries))
     start = {name: entry.detach() if isinstance(entry, Tensor) else entry for name, entry in start.items()}

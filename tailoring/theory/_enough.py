@@ -219,14 +219,14 @@ def _noting(loss: Loss, notes: _Notes) -> Loss:
             for before, what, out in asked:
                 if before == reading and _same(what, (given, named)):
                     return out
-            out = model._run(reading, given, named)
+            out = model._bound.run(reading, given, named)
             asked.append((reading, (given, named), out))
             for t in tensors(out):
                 if has_fractions(t):
                     notes.add(t)
             return out
 
-        return loss(Bound(model._module, run, model._query, model._seeds, model._step, model._path), *args, **kwargs)
+        return loss(Bound(*model._bound._replace(run=run, keep=None, shares=False)), *args, **kwargs)
 
     return noted
 
