@@ -15,6 +15,7 @@ from ._adapt import Adapter
 from ._batch import Batch, Fit, Starts, Trace, all_finite, better, finite_rows, rows_where
 from ._bound import Bound
 from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
+from ._isolate import rows_that_run
 from ._kernels import may_look
 from ._optimisers import Descent, Rule
 from ._places import Places, Placing
@@ -22,9 +23,9 @@ from ._recompute import recomputed
 from ._reuse import Reuse
 from ._sites import WHOLE, Reading
 from ._states import State, compact, device_of, rows_of, where
-from ._trees import as_call, model_call, take_rows, tensors, told, versions
+from ._trees import as_call, first_other, model_call, take_rows, tensors, told, versions
 from ._untouched import untouched
-from ._validate import check_losses
+from ._validate import check_losses, refuse_mixing_modules
 
 Loss = Callable[..., Tensor]  # loss(model, x) -> (queries,)
 
@@ -195,10 +196,13 @@ class Fitting(Placing):
         return self.adapt.reduce(losses)
 
     def _try_loss(self, x: Any, places: Places) -> None:
-        """The loss of the first two queries, once for compiled code, in which no value can be looked at."""
-        if places.asked.keeps_apart:
+        """The loss of two queries, once for compiled code, in which no value can be looked at."""
+        if places.asked.keeps_apart or self.adapt.rows(2) != 2:
             return
-        pair = Batch(take_rows(x, slice(2)), 2, places)
+        other = first_other(x)
+        if other is None or self._mixes_by_itself():
+            return  # asked another time, or refused when it is called
+        pair = Batch(take_rows(x, torch.tensor([0, other])), 2, places)
         start = self._identity(pair, self.adapt.rows(2))  # first: a learned start has its shape from then on
         with untouched(self):  # the loss may have buffers, too
             try:
@@ -208,21 +212,33 @@ class Fitting(Placing):
             except Exception:  # it knows of the whole batch, or fails there, too
                 places.asked.keeps_apart = True
 
+    def _mixes_by_itself(self) -> bool:
+        try:
+            refuse_mixing_modules(self.net)
+        except ValueError:
+            return True
+        return False
+
     def _refuse_mixing(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
         """Raise if one query's loss depends on another's state. Asked once for each kind of input, of the graph that is there anyway: has
-        the loss of either half of the queries a gradient in the others' rows of anything that is adapted?
+        the loss of some queries a gradient in the others' rows of anything that is adapted? Any two queries are apart in one of the cuts.
         """
-        half = batch.queries // 2
         places = [t for t in (*states.numbers(state), *getattr(taps, "outs", ())) if t.requires_grad]
         if self.adapt.rows(2) != 2 or not places:
             return  # they share a state; or it is only asked how large the loss is
-        for own, others in ((slice(None, half), slice(half, None)), (slice(half, None), slice(None, half))):
-            grads = torch.autograd.grad(losses[own].sum(), places, retain_graph=True, allow_unused=True)
-            found = [g for g in grads if g is not None]
-            if not all(bool(g.isfinite().all()) for g in found):
-                return  # to be asked of the next batch
-            if any(bool((g[others] != 0).any()) for g in found):
-                raise MixingError(_MIXES.format(self._name_of_loss))
+        if first_other(batch.x) is None:
+            return  # a mean over queries that are alike has no gradient: to be asked of the next batch
+        rows = torch.arange(batch.queries, device=losses.device)
+        for bit in range((batch.queries - 1).bit_length()):
+            half = (rows >> bit) % 2 == 0
+            for own, others in ((half, ~half), (~half, half)):
+                # not of losses[own], which would save an index where a checkpoint counts what is saved
+                grads = torch.autograd.grad(losses, places, own.to(losses.dtype), retain_graph=True, allow_unused=True)
+                found = [g for g in grads if g is not None]
+                if not all(bool(g.isfinite().all()) for g in found):
+                    return  # to be asked of the next batch
+                if any(bool((g.reshape(len(g), -1) != 0).any(1)[others.to(g.device)].any()) for g in found):
+                    raise MixingError(_MIXES.format(self._name_of_loss))
         batch.places.asked.keeps_apart = True
 
     def _call(
@@ -274,13 +290,48 @@ class Fitting(Placing):
         state, steps = before.state, before.taken
         if record or self.keep == "best":
             with torch.set_grad_enabled(not is_dynamo_compiling()):  # a loss may differentiate the model, as at every step
-                values = self._losses(batch, None, self.steps, state).detach()
+                values = self._last_losses(batch, state)
             losses += [values] * (self.steps + 1 - len(losses))
             if self.keep == "best":
                 _, state, steps = better(best, torch.where(values.isnan(), torch.inf, values), before)
                 state = where(~before.failed, state, before.state)  # what failed is home in `before`
                 steps = torch.where(before.failed, 0, steps)
         return Fit(compact(state), steps, before.stopped, before.failed, losses)
+
+    def _last_losses(self, batch: Batch, state: State) -> Tensor:
+        """The losses after the last step, infinite where the loss refuses what that has led to."""
+
+        def some(rows: Tensor) -> Tensor:
+            return self._losses(batch, rows, self.steps, states.take(state, rows)).detach()
+
+        try:
+            return self._losses(batch, None, self.steps, state).detach()
+        except Exception as error:
+            rows = self._rows_that_run(error, state, some)
+        everywhere = torch.full((rows_of(state),), torch.inf, device=device_of(state))
+        if len(rows) == 0:
+            return everywhere
+        values = some(rows)
+        return everywhere.to(values.dtype).index_copy(0, rows, values)
+
+    def _run_where_it_can(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
+        """The answers, and which rows of the state made the model raise (None: no one): these answer from their start."""
+
+        def some(rows: Tensor) -> Any:
+            part = batch._replace(x=take_rows(batch.x, rows), queries=len(rows), reuse=None)
+            return self._run(part, states.take(state, rows))
+
+        try:
+            return self._run(batch, state), None
+        except Exception as error:
+            rows = self._rows_that_run(error, state, some)
+        raised = torch.ones(rows_of(state), dtype=torch.bool, device=device_of(state)).index_fill(0, rows, False)
+        return self._run(batch, where(~raised, state, self._identity(batch, rows_of(state)))), raised
+
+    def _rows_that_run(self, error: Exception, state: State, run: Callable[[Tensor], object]) -> Tensor:
+        if self.steps == 0 or not may_look():
+            raise error
+        return rows_that_run(error, run, rows_of(state), device_of(state))
 
     def _run(self, batch: Batch, state: State) -> Any:
         """The model's answers as adapted by the state."""
@@ -290,9 +341,11 @@ class Fitting(Placing):
 
     def _answer(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
         """The prediction, and which rows of the state were not fit to answer with (None: no one, or that was not looked at)."""
-        out = self._run(batch, state)
-        if not may_look() or all_finite(out):
-            return out, None
+        if not may_look():
+            return self._run(batch, state), None
+        out, raised = self._run_where_it_can(batch, state)
+        if all_finite(out):
+            return out, raised
         rows, where_rows = rows_of(state), batch.places.answer_rows
         bad = ~finite_rows(out, rows, where_rows).to(device_of(state))
         if bad.any():  # a state may be finite and yet too far out to answer with
@@ -300,6 +353,7 @@ class Fitting(Placing):
             with torch.no_grad():
                 home = self._run(batch, identity)
                 bad = bad & finite_rows(home, rows, where_rows).to(bad.device)  # else the untailored answer is no better
+            bad = bad if raised is None else bad | raised
             if bad.any():
                 out = self._run(batch, where(~bad, state, identity))
         return out, bad

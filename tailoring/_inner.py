@@ -14,6 +14,7 @@ from torch.overrides import has_torch_function_unary
 
 from . import _entries as entries
 from . import _states as states
+from ._isolate import rows_that_run
 from ._kernels import may_look
 from ._optimisers import Rule
 from ._states import State
@@ -69,13 +70,16 @@ def descend(
     memory = rule.init(moved)
     taken = torch.zeros(states.rows_of(base), dtype=torch.int64, device=states.device_of(base))
     failed = stopped = taken > 0
+    raised = False
     yield Moment(base, home or base, None, taken, failed, stopped)
     for step in range(steps):
         before, base = base, start()
         here = reached if backprop != "last" and base is before else states.add(base, moved)
+        here = states.where(~failed, here, base) if raised else here  # else the same rows would raise again
         asked = backprop == "all" or (backprop == "last" and (step == steps - 1 or not only_last))
         graph = asked and torch.is_grad_enabled()
-        values, grads = gradient(here, None, step, graph)
+        values, grads, some = _try_gradient(gradient, here, step, graph)
+        raised = raised or some
         fine = values.isfinite()
         if graph or not rule.passes_on:
             fine = fine & states.finite(grads)
@@ -105,7 +109,8 @@ def descend(
 def hurry(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> State | None:
     """What `descend` comes to by plain gradient descent, at first order, if all goes well: nothing is looked at on the way.
 
-    None if a number was not finite somewhere, which is rare: then `descend` has to find out where. A state that is not finite once
+    None if a number was not finite somewhere, or a loss refused what a step had led to (a distribution its parameters), which is rare:
+    then `descend` has to find out where. A state that is not finite once
     stays so, and a loss that is not finite stays so in the sum, hence one look in the end will do. (It cannot wait for the answer: a model
     that is run with what is not finite may keep it in a statistic, or not come to an end.)
     """
@@ -114,10 +119,12 @@ def hurry(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> State
         for step in range(steps):
             values, state = _step_blindly(gradient, state, rates, step)
             seen.append(values)
-    except Exception:
+    except Exception as error:
         if bool(states.finite(state).all()) and all(bool(values.isfinite().all()) for values in seen):
-            raise
-        return None  # a loss may refuse what is not finite: the parameters of a distribution
+            if not seen:
+                raise  # at the start, so it is the user's
+            _rows_of_the_gradient(error, gradient, state, len(seen))
+        return None
     return state if states.all_finite([*seen, *states.numbers(state)]) else None
 
 
@@ -153,6 +160,29 @@ def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor
     move, memory = rule.update(grads, memory, moved=moved, values=values, step=step)
     sound = states.finite(move) | ~moving
     return states.add(moved, states.where(moving & sound, move)), memory, sound
+
+
+def _try_gradient(gradient: Gradient, state: State, step: int, graph: bool) -> tuple[Tensor, State, bool]:
+    """The losses and their gradient, and whether some rows raised: their losses are infinite. What raises at the start is the user's."""
+    if step == 0 or not may_look():
+        return *gradient(state, None, step, graph), False
+    try:
+        return *gradient(state, None, step, graph), False
+    except Exception as error:
+        rows = _rows_of_the_gradient(error, gradient, state, step)
+    total = states.rows_of(state)
+    everywhere = torch.full((total,), torch.inf, device=rows.device)
+    if len(rows) == 0:
+        return everywhere, states.zero_like(state), True
+    values, grads = gradient(states.take(state, rows), rows, step, graph)
+    return everywhere.to(values.dtype).index_copy(0, rows, values.detach()), states.spread(grads, rows, total), True
+
+
+def _rows_of_the_gradient(error: Exception, gradient: Gradient, state: State, step: int) -> Tensor:
+    """The rows that have one, where all of them together raised."""
+    return rows_that_run(
+        error, lambda rows: gradient(states.take(state, rows), rows, step, False), states.rows_of(state), states.device_of(state)
+    )
 
 
 def _gradients_of(fine: Tensor, grads: State, gradient: Gradient, state: State, step: int) -> State:

@@ -131,6 +131,18 @@ def _needed_switches(model: nn.Module) -> tuple[_Switch, ...]:
     return (_FAST_MODULES,) * attends + _RECURRENT * any(isinstance(m, nn.RNNBase) for m in kinds)
 
 
+@found_once
+def _has_recurrent_layers(model: nn.Module) -> bool:
+    return any(isinstance(m, nn.RNNBase) for m in model.modules())
+
+
+def allowed_by_dynamo(model: nn.Module, structure: Structure) -> AbstractContextManager[Any]:
+    """Dynamo refuses any model with a recurrent layer, though it is unrolled while dynamo looks."""
+    if not _has_recurrent_layers(model, structure):
+        return _UNCHANGED
+    return torch._dynamo.config.patch(allow_rnn=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def plain_kernels(model: nn.Module, *, graph: bool, structure: Structure | None = None) -> AbstractContextManager[None]:
     """Within the block, modules call their submodules and, with `graph`, every kernel can be differentiated twice.
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ._reuse import Prefix, find_prefix, multiplications
 from ._watch import Seen, watch, watching_once
 
 Kind = tuple[Any, ...]
+Known = TypeVar("Known")
 
 
 @dataclass
@@ -90,16 +91,16 @@ class Placing(OwnNames):
             return self._find_traced(x)
         key = key or self._key(x, structure)
         numbers = () if isinstance(x, Tensor) else _numbers(x)
-        ways = self._ways.setdefault(key, Ways()) if numbers else None
+        ways = None
+        if numbers and (ways := self._ways.get(key)) is None:
+            ways = _put(self._ways, key, Ways())
         key = key if ways is None else (key, ways.like(numbers))
         places = self._places.get(key)
         if places is None:
             places, seen = self._look(x, structure)
             if ways is not None:
                 ways.note(numbers, tuple((s.name, s.call) for s in seen))
-            while len(self._places) >= _MOST_PLACES:
-                del self._places[next(iter(self._places))]
-            self._places[key] = places
+            _put(self._places, key, places)
             self._traced = self._traced or ((kind_of(x), places),)
         return places
 
@@ -160,6 +161,14 @@ class Placing(OwnNames):
         return plain_kernels(self.net, graph=self.adapt.plain_kernels or self.backprop != "none", structure=structure)
 
 
+def _put(known: dict[Any, Known], key: Any, one: Known) -> Known:
+    """Remember it, in place of the oldest where these are too many."""
+    while len(known) >= _MOST_PLACES:
+        del known[next(iter(known))]
+    known[key] = one
+    return one
+
+
 def kind_of(x: Any) -> Kind:
     """Shapes and types of a query's tensors, and what else may choose a way through the model, in a form that dynamo can compare."""
     leaves = pytree.tree_leaves(x)
@@ -175,7 +184,7 @@ def _told(leaf: Any) -> Any:
 def _numbers(x: Any) -> tuple[float, ...]:
     """What is measured rather than counted, and shared by all queries. (Of a GPU's numbers it would have to be waited for.)"""
     leaves = pytree.tree_leaves(x)
-    told = (float(t) if isinstance(t, Tensor) and not t.ndim and t.is_cpu and not t.is_complex() else t for t in leaves)
+    told = (float(t.detach()) if isinstance(t, Tensor) and not t.ndim and t.is_cpu and not t.is_complex() else t for t in leaves)
     return tuple(number for number in told if isinstance(number, float))
 
 

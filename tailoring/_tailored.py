@@ -17,7 +17,7 @@ from ._bound import Bound
 from ._compiled import Compiled
 from ._fitting import Fitting, Loss
 from ._inner import Backprop, Keep
-from ._kernels import Structure, may_look, structure_of
+from ._kernels import Structure, allowed_by_dynamo, may_look, structure_of
 from ._learned import Learned
 from ._optimisers import LBFGS, Descent, Functional, Rates
 from ._places import Places, kind_of
@@ -180,6 +180,7 @@ class Tailored(Fitting):
         for name in self._identity(Batch(x, count_rows(x), places), 1):
             if isinstance(self.rule, Descent) and self.steps:
                 self.rule.rate(name, 0)
+        self._try_loss(x, places)
         make_traceable(self.net)
         self._prepared = True
         return self
@@ -238,14 +239,14 @@ class Tailored(Fitting):
             places = self._find_places(x, structure, key)
             if len(self._places) != known or not self._prepared:
                 self._batches(x)  # what it refuses must be refused here, with its own words
-            if count_rows(x) > 1:
-                self._try_loss(x, places)
+            self._try_loss(x, places)
             if self._compiled is None or not self._prepared:
                 self.prepare(x)
                 self._compiled = Compiled(answer, self.compile_options or {}, self._owned, fills=self.adapt.rows(2) == 2)
             self._traced = ((kind_of(x), places),)  # alone: what else there is would be looked at, and a change of it compiled for
             try:
-                out = self._compiled(key, x, self.chunk, places.answer_rows, fills=places.answers_by_row)
+                with allowed_by_dynamo(self.net, structure):
+                    out = self._compiled(key, x, self.chunk, places.answer_rows, fills=places.answers_by_row)
             except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
                 warnings.warn(_TOO_MANY, stacklevel=2)
                 self.compile_options = None

@@ -123,6 +123,13 @@ def take_rows(tree: Any, index: Any) -> Any:
     return map_tensors(lambda t: t[index] if t.ndim else t, tree)
 
 
+def first_other(tree: Any) -> int | None:
+    """The first row that is not the same as row 0; None if all are alike."""
+    differs = [(t != t[:1]).flatten(1).any(1) if t.ndim > 1 else t != t[:1] for t in tensors(tree) if t.ndim]
+    found = [int(rows.to(torch.uint8).argmax()) for rows in differs]  # 0 if there is none
+    return min((row for row in found if row), default=None)
+
+
 def split_rows(tree: Any, size: int) -> list[Any]:
     return [take_rows(tree, slice(i, i + size)) for i in range(0, count_rows(tree), size)]
 

@@ -9,7 +9,7 @@ import torch
 from nets import one_by_one, size
 from torch import Tensor, nn
 
-from tailoring import Tailored, Weights, outer_losses
+from tailoring import CN, Tailored, Weights, outer_losses
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -133,3 +133,22 @@ def test_a_layer_that_is_no_longer_torchs_is_not_taken_for_it(layer, how):
         model(x)
     torch.testing.assert_close(model.replace(adapt=Weights("head"), steps=0)(x), net(x))
     assert (model.replace(adapt=Weights(how="loop"))(x) - net(x)).abs().max() < 1
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("adapt", [CN(), Weights()], ids=repr)
+def test_models_with_recurrent_layers_are_compiled_without_further_ado(kind, adapt):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm, self.head = kind(3, 6, batch_first=True), nn.LayerNorm(6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.layer(x)[0][:, -1]))
+
+    net, x = Net(), torch.randn(4, 5, 3)
+    eager = Tailored(net, size, adapt=adapt, steps=2, lr=0.1)
+    with torch.no_grad():
+        torch.testing.assert_close(eager.replace(compile={"backend": "eager"})(x), eager(x))
+    assert not torch._dynamo.config.allow_rnn

@@ -7,7 +7,7 @@ import torch
 from nets import mlp, queries
 from torch import Tensor, nn
 
-from tailoring import CN, Tailored
+from tailoring import CN, Tailored, Weights
 
 
 class Watching(nn.Module):
@@ -58,6 +58,80 @@ def test_what_a_query_whose_loss_is_not_finite_makes_fail_costs_it_alone(raised_
     torch.testing.assert_close(answers[others], model(x[others]))
     assert not torch.allclose(answers[others], model.net(x)[others])
     assert model.trace(x).failed.tolist() == [False, True, False, False]
+
+
+def far(x: Tensor) -> Tensor:
+    """One query so far out that its first step leads to infinite answers, by a state that is finite."""
+    return torch.where(torch.arange(len(x))[:, None] == 1, 1e18, x)
+
+
+def validated(model, x):
+    """As distributions do, it refuses parameters that are no numbers."""
+    return -torch.distributions.Normal(model(x)[:, 0], 1.0, validate_args=True).log_prob(x[:, 0])
+
+
+@pytest.mark.parametrize("backprop", ["none", "last", "all"])
+@pytest.mark.parametrize("adapt", [CN(nn.ReLU), Weights(), Weights(how="vmap")], ids=repr)
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.filterwarnings("ignore:.*answered untailored")
+def test_a_query_whose_step_makes_the_loss_raise_fails_alone(steps, adapt, backprop):
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    model, x = Tailored(net, validated, adapt=adapt, steps=steps, lr=0.1, backprop=backprop), far(torch.randn(4, 3))
+    others = [0, 2, 3]
+    torch.testing.assert_close(model(x)[others], model(x[others]))
+    assert not torch.allclose(model(x)[others], net(x)[others])
+    torch.testing.assert_close(model(x)[1], net(x)[1])
+    torch.testing.assert_close(model(x[1:2]), net(x[1:2]))
+    trace = model.trace(x)
+    torch.testing.assert_close(trace.prediction[others], model(x[others]))
+    torch.testing.assert_close(trace.losses[:, others], model.trace(x[others]).losses)
+    assert trace.failed.tolist() == [False, True, False, False]
+    slopes = torch.autograd.grad(model(x).clamp(-9, 9).square().sum(), list(net.parameters()))
+    assert all(bool(g.isfinite().all()) for g in slopes)
+
+
+def test_a_query_whose_state_makes_the_model_raise_is_answered_untailored():
+    def steep(model, x):
+        return model(x).square().sum(1) * torch.where(x[:, 0] > 5, 1e6, 1.0)
+
+    model, x = Tailored(Watching(most=1e3), steep, adapt=CN("act"), steps=1, lr=1.0), torch.randn(4, 3)
+    x[1, 0] = 6.0
+    expected = torch.where(torch.arange(4)[:, None] == 1, model.net(x), model.replace(chunk=1)(x[[0, 0, 2, 3]]))
+    for batch, answers in ((x, expected), (x[1:2], expected[1:2])):
+        with pytest.warns(UserWarning, match=f"1 of {len(batch)} queries are answered untailored: .* raised ValueError: too much"):
+            torch.testing.assert_close(model(batch), answers)
+    with pytest.warns(UserWarning, match="answered untailored"):
+        assert model.trace(x).failed.tolist() == [False, True, False, False]
+
+
+def test_a_loss_that_raises_for_the_batch_alone_is_heard():
+    """No single query is to blame: it is a mistake of the user's, be it at a later step."""
+    x = queries(4)
+    before = (net := mlp())(x)
+
+    def failing(model, x):
+        answers = model(x)
+        if len(x) == 4 and not torch.equal(answers, before):
+            raise KeyError("a mistake of the user's")
+        return answers.square().sum(1)
+
+    with pytest.raises(KeyError, match="a mistake"):
+        Tailored(net, failing, adapt=CN(nn.Tanh), steps=3)(x)
+
+
+@pytest.mark.parametrize("error", [KeyError("typo"), NotImplementedError("later"), torch.OutOfMemoryError("full")], ids=repr)
+def test_what_no_query_is_to_blame_for_is_heard_at_once(error):
+    calls = []
+
+    def failing(model, x):
+        calls.append(len(x))
+        if len(calls) > 1:
+            raise error
+        return model(x).square().sum(1)
+
+    with pytest.raises(type(error)):
+        Tailored(mlp(), failing, adapt=CN(nn.Tanh), steps=3)(queries(4))
+    assert calls == [4, 4]
 
 
 def test_a_call_that_fails_leaves_no_start_to_the_next_one():

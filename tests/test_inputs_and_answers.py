@@ -93,9 +93,28 @@ def test_a_number_may_decide_what_runs(kind, options):
 def test_kinds_of_inputs_are_forgotten_at_last(monkeypatch):
     monkeypatch.setattr(_places, "_MOST_PLACES", 10)
     model = Tailored(nn.Linear(3, 2), lambda m, x: m(x).square().flatten(1).sum(1), adapt=CN("*"))
+    timed = Tailored(Times(), lambda m, x, t: m(x, t).square().flatten(1).sum(1), adapt=CN("*"))
     for length in range(1, 30):
         model(torch.randn(2, length, 3))
+        timed(torch.randn(2, length, 3), 0.5)
     assert len(model._places) <= 10
+    assert max(len(timed._places), len(timed._ways)) <= 10
+
+
+class Times(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def forward(self, x, t):
+        return super().forward(x) * t
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_shared_number_may_have_a_gradient():
+    t, x = torch.tensor(0.5, requires_grad=True), torch.randn(2, 3)
+    model = Tailored(Times(), lambda m, x, t: m(x, t).square().sum(1), adapt=CN("*"))
+    (slope,) = torch.autograd.grad(model(x, t).sum(), t)
+    assert slope != 0
 
 
 @dataclass

@@ -40,6 +40,16 @@ def moved_on(model, x):
 MIXING = [one_view_after_the_other, negatives_of_the_batch, centred, turned, moved_on]
 
 
+def of_the_one_before(model, x):
+    y = model(x)
+    return F.pad((y[1:] - y[:-1]).square().sum(1), (1, 0))
+
+
+def of_the_one_after(model, x):
+    y = model(x)
+    return F.pad((y[1:] - y[:-1]).square().sum(1), (0, 1))
+
+
 @pytest.mark.parametrize("adapt", ADAPTERS, ids=repr)
 @pytest.mark.parametrize("loss", MIXING)
 def test_it_is_refused_each_time(loss, adapt):
@@ -92,16 +102,6 @@ def test_what_keeps_them_apart_is_not(loss, adapt):
     sum(outer_losses(model, F.mse_loss, x, x)).backward()
 
 
-def of_the_one_before(model, x):
-    y = model(x)
-    return F.pad((y[1:] - y[:-1]).square().sum(1), (1, 0))
-
-
-def of_the_one_after(model, x):
-    y = model(x)
-    return F.pad((y[1:] - y[:-1]).square().sum(1), (0, 1))
-
-
 def mixed_early(model, x):
     hidden = model.output_of("1", x)
     return model(x).square().sum(1) + (hidden - hidden.mean(0)).square().sum(1)
@@ -131,6 +131,63 @@ def test_compiled_code_never_sees_it_with_a_learned_start_either():
 def test_a_batch_that_is_adapted_as_a_whole_may_be_mixed():
     model = Tailored(float_mlp(), centred, adapt=Shared(CN()))
     assert model(torch.randn(5, 3)).shape == (5, 2)
+
+
+def pairs(model, x):
+    y = model(x)
+    return (y[0::2] - y[1::2]).square().sum(1).repeat_interleave(2)
+
+
+def halves(model, x):
+    own = model(x).unflatten(0, (2, -1))
+    return (own - own.mean(1, keepdim=True)).square().sum(2).flatten()
+
+
+@pytest.mark.parametrize("adapt", [CN(), Weights()], ids=repr)
+@pytest.mark.parametrize("loss", [pairs, halves, of_the_one_before])
+def test_no_two_queries_are_left_unasked(loss, adapt):
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        Tailored(float_mlp(), loss, adapt=adapt)(torch.randn(6, 3))
+
+
+@pytest.mark.parametrize("compile", [False, {"backend": "eager"}], ids=["eager", "compiled"])
+@pytest.mark.parametrize("first", [torch.zeros(4, 3), torch.ones(1, 3).expand(4, 3)], ids=["zeros", "copies"])
+def test_queries_that_are_alike_answer_for_no_other(first, compile):
+    """What a mean takes of the others cancels out where all are the same."""
+    model = Tailored(float_mlp(), centred, compile=compile)
+    with torch.no_grad():
+        model(first)
+        with pytest.raises(ValueError, match="depend on another query's state"):
+            model(torch.randn(4, 3))
+
+
+def test_compiled_code_asks_two_queries_that_differ():
+    model, x = Tailored(float_mlp(), centred, compile={"backend": "eager"}), torch.randn(6, 3)
+    with torch.no_grad(), pytest.raises(ValueError, match="depend on another query's state"):
+        model(torch.cat([x[:1], x[:1], x[1:]]))
+
+
+def test_who_compiles_it_himself_is_told_when_it_is_prepared():
+    x = torch.randn(5, 3)
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        Tailored(float_mlp(), centred).prepare(x)
+    batchnorm = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))  # in training mode: refused when it is called
+    assert Tailored(batchnorm, size).prepare(x).training
+
+
+def test_compiled_code_asks_once_where_the_batch_is_adapted_as_a_whole():
+    calls = []
+
+    def noted(model, x):
+        if not torch.compiler.is_compiling():
+            calls.append(len(x))
+        return size(model, x)
+
+    model, x = Tailored(float_mlp(), noted, adapt=Shared(CN()), compile={"backend": "eager"}), torch.randn(5, 3)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+    assert calls == []
 
 
 def test_to_ask_calls_no_loss_and_draws_nothing():

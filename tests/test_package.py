@@ -39,6 +39,7 @@ ROOMS = [
     "_entries",
     "_states",
     "_optimisers",
+    "_isolate",
     "_inner",
     "_bound",
     "_layouts",
