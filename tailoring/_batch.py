@@ -61,6 +61,11 @@ class Batch(NamedTuple):
     def sites(self) -> tuple[Site, ...]:
         return self.places.sited.sites
 
+    def queries_of(self, rows: Tensor, total: int) -> Tensor:
+        """The queries that these rows of a state serve, of `total` rows that serve equally many each."""
+        each = self.queries // total
+        return rows if each == 1 else (rows[:, None] * each + torch.arange(each, device=rows.device)).flatten()
+
 
 class Starts:
     """The identity that the last batch started from, kept for the next one like it: a twentieth of a small model's step.

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._apart import MixingError
 from ._entries import in_parts
-from ._fitting import MixingError
 from ._sites import StandIn, intercepted
 from ._tailored import Tailored
 from ._trees import cat_rows, count_rows, map_tensors, model_call, take_rows, tensors

@@ -1,10 +1,10 @@
-"""What happens to one batch of queries: its inner loop, its answers, its trace."""
+"""The inner loop on one batch of queries."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +12,19 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _states as states
 from ._adapt import Adapter
-from ._batch import Batch, Fit, Starts, Trace, all_finite, better, finite_rows, rows_where
+from ._apart import MixingError, UnfitLossError, are_apart
+from ._batch import Batch, Fit, Starts, better
 from ._bound import Bound
-from ._inner import Backprop, Keep, Moment, descend, hurry, hurry_by_row
-from ._isolate import rows_that_run
+from ._inner import Backprop, Keep, Moment, descend, hurry
+from ._isolate import infinite_elsewhere, run_apart
 from ._kernels import may_look
 from ._optimisers import Descent, Rule
 from ._places import Places, Placing
 from ._recompute import recomputed
 from ._reuse import Reuse
-from ._sites import WHOLE, Reading
+from ._sites import Reading
 from ._states import State, compact, device_of, rows_of, where
-from ._trees import as_call, first_other, model_call, take_rows, tensors, told, versions
+from ._trees import as_call, first_other, take_rows, tensors, told, versions
 from ._untouched import untouched
 from ._validate import check_losses, refuse_mixing_modules
 
@@ -38,26 +39,10 @@ _TRANSFORMED = (
     "tailoring: torch.func cannot transform a Tailored, which differentiates by torch.autograd itself. torch.autograd.grad and backward() "
     "go through it, by its weights and by its inputs"
 )
-_MIXES = (
-    "the tailoring loss {} makes one query's value depend on another query's state: let it, and what the model answers, depend on its own "
-    "rows only. If it gives the "
-    "model several rows of each query, these must follow each other: torch.stack([x, -x], 1).flatten(0, 1) or x.repeat_interleave(k, 0), "
-    "not torch.cat([x, -x])"
-)
-
-
 _CHANGES = (
     "the tailoring loss {} changes the query in place (x[...] = ..., x += ...), so every step, and the answer, would see another one: let "
     "it make a new tensor"
 )
-
-
-class UnfitLossError(ValueError):
-    """A loss that would make wrong answers."""
-
-
-class MixingError(UnfitLossError):
-    """A loss that does not keep the queries apart."""
 
 
 def _freed(state: State) -> list[bool]:
@@ -75,7 +60,7 @@ def _freed(state: State) -> list[bool]:
 
 
 class Fitting(Placing):
-    """The part of `Tailored` that works on a `Batch`; the settings are told there."""
+    """The part of `Tailored` that fits a state to a `Batch`; the settings are told there."""
 
     adapt: Adapter
     rule: Rule
@@ -165,7 +150,8 @@ class Fitting(Placing):
 
     def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
         """The tailoring loss for each row of the state."""
-        x, seeds, reuse = (batch.x, batch.seeds, batch.reuse) if rows is None else (*take_rows((batch.x, batch.seeds), rows), None)
+        own = None if rows is None else batch.queries_of(rows, self.adapt.rows(batch.queries))
+        x, seeds, reuse = (batch.x, batch.seeds, batch.reuse) if own is None else (*take_rows((batch.x, batch.seeds), own), None)
         compiling = is_dynamo_compiling()
         keep = reuse is not None and not compiling if keep is None else keep
         run = functools.partial(self._call, batch, state, reuse, keep, taps)
@@ -189,10 +175,10 @@ class Fitting(Placing):
                 if before is not None and before != versions(x):
                     raise UnfitLossError(_CHANGES.format(self._name_of_loss))
                 asked.leaves_query = True
-        check_losses(losses, batch.queries if rows is None else len(rows))
+        check_losses(losses, batch.queries if own is None else len(own))
         unknown = batch.queries > 1 and rows is None and not compiling and not batch.places.asked.keeps_apart
         if unknown and losses.requires_grad and may_look():
-            self._refuse_mixing(batch, losses, state, taps)
+            self._ask_whether_apart(batch, losses, state, taps)
         return self.adapt.reduce(losses)
 
     def _try_loss(self, x: Any, places: Places) -> None:
@@ -219,27 +205,15 @@ class Fitting(Placing):
             return True
         return False
 
-    def _refuse_mixing(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
-        """Raise if one query's loss depends on another's state. Asked once for each kind of input, of the graph that is there anyway: has
-        the loss of some queries a gradient in the others' rows of anything that is adapted? Any two queries are apart in one of the cuts.
-        """
-        places = [t for t in (*states.numbers(state), *getattr(taps, "outs", ())) if t.requires_grad]
-        if self.adapt.rows(2) != 2 or not places:
+    def _ask_whether_apart(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
+        """Raise if one query's loss depends on another's state. Asked once for each kind of input."""
+        adapted = [t for t in (*states.numbers(state), *getattr(taps, "outs", ())) if t.requires_grad]
+        if self.adapt.rows(2) != 2 or not adapted:
             return  # they share a state; or it is only asked how large the loss is
-        if first_other(batch.x) is None:
-            return  # a mean over queries that are alike has no gradient: to be asked of the next batch
-        rows = torch.arange(batch.queries, device=losses.device)
-        for bit in range((batch.queries - 1).bit_length()):
-            half = (rows >> bit) % 2 == 0
-            for own, others in ((half, ~half), (~half, half)):
-                # not of losses[own], which would save an index where a checkpoint counts what is saved
-                grads = torch.autograd.grad(losses, places, own.to(losses.dtype), retain_graph=True, allow_unused=True)
-                found = [g for g in grads if g is not None]
-                if not all(bool(g.isfinite().all()) for g in found):
-                    return  # to be asked of the next batch
-                if any(bool((g.reshape(len(g), -1) != 0).any(1)[others.to(g.device)].any()) for g in found):
-                    raise MixingError(_MIXES.format(self._name_of_loss))
-        batch.places.asked.keeps_apart = True
+        apart = are_apart(losses, adapted, batch.x)
+        if apart is False:
+            raise MixingError(self._name_of_loss)
+        batch.places.asked.keeps_apart = apart is True
 
     def _call(
         self, batch: Batch, state: State, reuse: Reuse | None, keep: bool, taps: Any, reading: Reading, args: Any, kwargs: Any
@@ -261,18 +235,6 @@ class Fitting(Placing):
                     self._starts.keep(batch, start)  # now, that it is known to be sound
                 return compact(state) if self.adapt.outer_products else state
         return self._fit(batch).state
-
-    def _rescued(self, batch: Batch) -> Any:
-        """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
-        batch = batch._replace(rescued=batch.places.answers_by_row)
-        start = self._identity(batch, self.adapt.rows(batch.queries))
-        state, fine = hurry_by_row(functools.partial(self._gradient, batch), start, cast(Descent, self.rule).rates, self.steps)
-        out = self._answer(batch, where(fine, state, start))[0]
-        if not batch.places.answers_by_row:
-            return out  # then what is not finite in it is looked at from outside
-        home, where_rows, rows = self._answer(batch, start)[0], batch.places.answer_rows, rows_of(start)
-        worse = ~finite_rows(out, rows, where_rows) & finite_rows(home, rows, where_rows)
-        return rows_where(~worse, out, home, where_rows)
 
     def _fit(self, batch: Batch, record: bool = False) -> Fit:
         best: tuple[Tensor, State, Tensor] | None = None
@@ -301,68 +263,11 @@ class Fitting(Placing):
     def _last_losses(self, batch: Batch, state: State) -> Tensor:
         """The losses after the last step, infinite where the loss refuses what that has led to."""
 
-        def some(rows: Tensor) -> Tensor:
-            return self._losses(batch, rows, self.steps, states.take(state, rows)).detach()
+        def run(rows: Tensor | None, state: State) -> Tensor:
+            return self._losses(batch, rows, self.steps, state).detach()
 
-        try:
-            return self._losses(batch, None, self.steps, state).detach()
-        except Exception as error:
-            rows = self._rows_that_run(error, state, some)
-        everywhere = torch.full((rows_of(state),), torch.inf, device=device_of(state))
-        if len(rows) == 0:
-            return everywhere
-        values = some(rows)
-        return everywhere.to(values.dtype).index_copy(0, rows, values)
-
-    def _run_where_it_can(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
-        """The answers, and which rows of the state made the model raise (None: no one): these answer from their start."""
-
-        def some(rows: Tensor) -> Any:
-            part = batch._replace(x=take_rows(batch.x, rows), queries=len(rows), reuse=None)
-            return self._run(part, states.take(state, rows))
-
-        try:
-            return self._run(batch, state), None
-        except Exception as error:
-            rows = self._rows_that_run(error, state, some)
-        raised = torch.ones(rows_of(state), dtype=torch.bool, device=device_of(state)).index_fill(0, rows, False)
-        return self._run(batch, where(~raised, state, self._identity(batch, rows_of(state)))), raised
-
-    def _rows_that_run(self, error: Exception, state: State, run: Callable[[Tensor], object]) -> Tensor:
-        if self.steps == 0 or not may_look():
-            raise error
-        return rows_that_run(error, run, rows_of(state), device_of(state))
-
-    def _run(self, batch: Batch, state: State) -> Any:
-        """The model's answers as adapted by the state."""
-        args, kwargs = model_call(batch.x)
-        with batch.places.kernels or self._plain_kernels():
-            return self._call(batch, state, batch.reuse, False, None, WHOLE, args, kwargs)
-
-    def _answer(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
-        """The prediction, and which rows of the state were not fit to answer with (None: no one, or that was not looked at)."""
-        if not may_look():
-            return self._run(batch, state), None
-        out, raised = self._run_where_it_can(batch, state)
-        if all_finite(out):
-            return out, raised
-        rows, where_rows = rows_of(state), batch.places.answer_rows
-        bad = ~finite_rows(out, rows, where_rows).to(device_of(state))
-        if bad.any():  # a state may be finite and yet too far out to answer with
-            identity = self._identity(batch, rows)
-            with torch.no_grad():
-                home = self._run(batch, identity)
-                bad = bad & finite_rows(home, rows, where_rows).to(bad.device)  # else the untailored answer is no better
-            bad = bad if raised is None else bad | raised
-            if bad.any():
-                out = self._run(batch, where(~bad, state, identity))
-        return out, bad
-
-    def _trace(self, batch: Batch) -> Trace:
-        fit = self._fit(batch, record=True)
-        prediction, bad = self._answer(batch, fit.state)
-        failed = fit.failed if bad is None else fit.failed | bad
-        per_query = [t.expand(batch.queries) for t in (torch.where(failed, 0, fit.steps), fit.stopped, failed, *fit.losses)]
-        steps, stopped, failed, *losses = per_query
-        once = () if batch.reuse is None else tuple(name for name in batch.reuse.names if name in batch.reuse.used)
-        return Trace(prediction, torch.stack(losses), steps, stopped, failed, fit.state, batch.sites, once)
+        values, rows = run_apart(run, state, moved=self.steps > 0)
+        if rows is None:
+            assert values is not None
+            return values
+        return infinite_elsewhere(values, rows, rows_of(state))

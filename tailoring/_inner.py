@@ -14,7 +14,7 @@ from torch.overrides import has_torch_function_unary
 
 from . import _entries as entries
 from . import _states as states
-from ._isolate import rows_that_run
+from ._isolate import infinite_elsewhere, rows_that_run, run_apart
 from ._kernels import may_look
 from ._optimisers import Rule
 from ._states import State
@@ -123,7 +123,7 @@ def hurry(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> State
         if bool(states.finite(state).all()) and all(bool(values.isfinite().all()) for values in seen):
             if not seen:
                 raise  # at the start, so it is the user's
-            _rows_of_the_gradient(error, gradient, state, len(seen))
+            rows_that_run(error, lambda rows, some: gradient(some, rows, len(seen), False), state)  # raises if that is all
         return None
     return state if states.all_finite([*seen, *states.numbers(state)]) else None
 
@@ -163,26 +163,20 @@ def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor
 
 
 def _try_gradient(gradient: Gradient, state: State, step: int, graph: bool) -> tuple[Tensor, State, bool]:
-    """The losses and their gradient, and whether some rows raised: their losses are infinite. What raises at the start is the user's."""
-    if step == 0 or not may_look():
-        return *gradient(state, None, step, graph), False
-    try:
-        return *gradient(state, None, step, graph), False
-    except Exception as error:
-        rows = _rows_of_the_gradient(error, gradient, state, step)
+    """The losses and their gradient, and whether some rows raised: their losses are infinite."""
+
+    def run(rows: Tensor | None, state: State) -> tuple[Tensor, State]:
+        return gradient(state, rows, step, graph)
+
+    found, rows = run_apart(run, state, moved=step > 0)
+    if rows is None:
+        assert found is not None
+        return *found, False
     total = states.rows_of(state)
-    everywhere = torch.full((total,), torch.inf, device=rows.device)
-    if len(rows) == 0:
-        return everywhere, states.zero_like(state), True
-    values, grads = gradient(states.take(state, rows), rows, step, graph)
-    return everywhere.to(values.dtype).index_copy(0, rows, values.detach()), states.spread(grads, rows, total), True
-
-
-def _rows_of_the_gradient(error: Exception, gradient: Gradient, state: State, step: int) -> Tensor:
-    """The rows that have one, where all of them together raised."""
-    return rows_that_run(
-        error, lambda rows: gradient(states.take(state, rows), rows, step, False), states.rows_of(state), states.device_of(state)
-    )
+    if found is None:
+        return infinite_elsewhere(None, rows, total), states.zero_like(state), True
+    values, grads = found
+    return infinite_elsewhere(values.detach(), rows, total), states.spread(grads, rows, total), True
 
 
 def _gradients_of(fine: Tensor, grads: State, gradient: Gradient, state: State, step: int) -> State:

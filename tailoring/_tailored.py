@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ._adapt import CN, Adapter
+from ._answering import Answering
 from ._batch import Batch, Starts, Trace, all_finite, in_inference_mode, leaves_inference_mode
 from ._bound import Bound
 from ._compiled import Compiled
-from ._fitting import Fitting, Loss
+from ._fitting import Loss
 from ._inner import Backprop, Keep
 from ._kernels import Structure, allowed_by_dynamo, may_look, structure_of
 from ._learned import Learned
@@ -29,7 +30,7 @@ from ._trees import Inputs, cat_rows, count_rows, model_call, split_rows
 from ._validate import check_settings, check_state, refuse_mixing_modules
 
 
-class Tailored(Fitting):
+class Tailored(Answering):
     """A model that minimises `loss` on each query, with parameters of the query's own, before it answers.
 
         state = adapt.init(...)                           # the model as it is

@@ -8,6 +8,7 @@ from nets import mlp, queries
 from torch import Tensor, nn
 
 from tailoring import CN, Tailored, Weights
+from tailoring.baselines import Shared
 
 
 class Watching(nn.Module):
@@ -102,6 +103,29 @@ def test_a_query_whose_state_makes_the_model_raise_is_answered_untailored():
             torch.testing.assert_close(model(batch), answers)
     with pytest.warns(UserWarning, match="answered untailored"):
         assert model.trace(x).failed.tolist() == [False, True, False, False]
+
+
+def test_a_state_that_serves_several_rows_fails_with_them():
+    x = torch.randn(3, 3)
+    model = Tailored(Watching(most=1e3), lambda m, x: m(x).square().sum(1), adapt=CN("act"), steps=1)
+    state = model.tailor(x)
+    state["act.beta"] = torch.where(torch.arange(3)[:, None] == 1, 1e6, state["act.beta"])
+    rows = x.repeat_interleave(2, 0)
+    with pytest.warns(UserWarning, match="1 of 3 queries are answered untailored"):
+        answers = model.predict(rows, state)
+    torch.testing.assert_close(answers[2:4], model.net(rows[2:4]))
+    others = torch.tensor([0, 2])
+    expected = model.predict(x[others].repeat_interleave(2, 0), {name: entry[others] for name, entry in state.items()})
+    torch.testing.assert_close(answers[[0, 1, 4, 5]], expected)
+
+
+def test_a_state_that_all_share_fails_for_all():
+    x = far(torch.randn(4, 3))
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = Tailored(net, validated, adapt=Shared(CN(nn.ReLU)), steps=3, lr=0.1)
+    for batch in (x, x.flip(0)):
+        with pytest.warns(UserWarning, match="answered untailored"):
+            torch.testing.assert_close(model(batch), net(batch))
 
 
 def test_a_loss_that_raises_for_the_batch_alone_is_heard():
