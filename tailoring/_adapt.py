@@ -34,6 +34,7 @@ class Adapter:
     loss and its gradient; an adapter that needs to listen to the model for it passes `taps` through `evaluate` to its `call`.
     """
 
+    shared = False  # one state for the whole batch, in which queries see each other
     learned_start = False
     plain_kernels = False  # cannot do with fused kernels even at first order
     outer_products = False  # its states are not all tensors
@@ -50,7 +51,7 @@ class Adapter:
 
     def rows(self, queries: int) -> int:
         """How many rows a state has for so many queries."""
-        return queries
+        return 1 if self.shared else queries
 
     def reduce(self, losses: Tensor) -> Tensor:
         """The loss of each row of the state, from that of each query."""

@@ -16,7 +16,7 @@ from ._kernels import may_look
 from ._optimisers import Descent
 from ._sites import WHOLE
 from ._states import State, device_of, rows_of, where
-from ._trees import model_call, take_rows
+from ._trees import model_call
 
 
 class Answering(Fitting):
@@ -47,11 +47,7 @@ class Answering(Fitting):
         total = rows_of(state)
 
         def run(rows: Tensor | None, state: State) -> Any:
-            if rows is None:
-                return self._run(batch, state)
-            own = batch.queries_of(rows, total)
-            some = batch._replace(x=take_rows(batch.x, own), queries=len(own), reuse=None)
-            return self._run(some, state)
+            return self._run(batch if rows is None else batch.part(rows, total), state)
 
         out, fine = run_apart(run, state, moved=self.steps > 0)
         if fine is None:

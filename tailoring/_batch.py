@@ -16,10 +16,10 @@ from torch.compiler import is_dynamo_compiling
 
 from ._casts import Site
 from ._inner import Moment
-from ._places import Places
+from ._places import Asked, Places
 from ._reuse import Reuse
 from ._states import State, is_small, where
-from ._trees import first_tensor, has_fractions, map_tensors, repeat_rows, tensors
+from ._trees import first_tensor, has_fractions, map_tensors, repeat_rows, take_rows, tensors
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,13 @@ class Batch(NamedTuple):
     def sites(self) -> tuple[Site, ...]:
         return self.places.sited.sites
 
-    def queries_of(self, rows: Tensor, total: int) -> Tensor:
-        """The queries that these rows of a state serve, of `total` rows that serve equally many each."""
+    def part(self, rows: Tensor, total: int) -> Batch:
+        """The queries that these rows of a state serve, of `total` rows that serve equally many each; nothing is asked or kept of it."""
         each = self.queries // total
-        return rows if each == 1 else (rows[:, None] * each + torch.arange(each, device=rows.device)).flatten()
+        own = rows if each == 1 else (rows[:, None] * each + torch.arange(each, device=rows.device)).flatten()
+        x, seeds = take_rows((self.x, self.seeds), own)
+        places = self.places._replace(asked=Asked(leaves_query=True, keeps_apart=True))
+        return Batch(x, len(own), places, seeds)
 
 
 class Starts:

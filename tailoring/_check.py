@@ -100,7 +100,7 @@ def check(model: nn.Module, x: Any, *, rtol: float = 1e-3, atol: float = 1e-5) -
 def _check_tailoring(
     model: Tailored, x: Any, changes: list[tuple[Any, Callable[..., bool]]], everyone: Callable[..., bool]
 ) -> list[Problem]:
-    if model.adapt.rows(2) != 2:
+    if model.adapt.shared:
         return [
             Problem(f"adaptation with {model.adapt!r}", "mixes the queries of a batch, by design", "use an adapter that serves each query")
         ]
@@ -135,7 +135,7 @@ def _change_one(x: Any, index: int, by: int) -> Any:
             noise = torch.randn(t[index].shape, generator=torch.Generator().manual_seed(0)).to(t)
             t[index] += noise * t.float().std().nan_to_num(1.0).clamp(min=1e-3).to(t.dtype)
         else:
-            t[index] = t[by]  # whole numbers keep to values that are known to be valid
+            t[index] = t[by]  # whole (and complex) numbers keep to values that are known to be valid
         return t
 
     return map_tensors(change, x)

@@ -37,10 +37,10 @@ class Compiled:
     power of two. On CUDA the programs are recorded as CUDA graphs. Where queries see each other (`fills=False`) a batch stays as it is.
     """
 
-    def __init__(self, answer: Program, options: Mapping[str, Any], owned: Callable[[], Iterable[Tensor]], *, fills: bool):
+    def __init__(self, answer: Program, options: Mapping[str, Any], owned: Callable[[], Iterable[Tensor]]):
         code = cast(FunctionType, answer).__code__.replace()  # dynamo counts programs by code, and all models have this one
         self.answer = FunctionType(code, answer.__globals__, code.co_name, None, answer.__closure__)  # type: ignore[attr-defined]
-        self.options, self.owned, self.fills = options, owned, fills
+        self.options, self.owned = options, owned
         self.programs: dict[torch.device, Program] = {}
         self.stream: torch.cuda.Stream | None = None
         self.sizes: dict[Any, list[int]] = {}
@@ -51,7 +51,7 @@ class Compiled:
         Without `fills` the batch stays as it is: its answers hold what cannot be cut off by rows.
         """
         parts = split_rows(x, chunk) if chunk is not None and count_rows(x) > chunk else [x]
-        answers = [self._part(key, part, chunk, rows, fills and self.fills) for part in parts]
+        answers = [self._part(key, part, chunk, rows, fills) for part in parts]
         return answers[0] if len(answers) == 1 else cat_rows(answers, rows)
 
     def _part(self, key: Any, x: Any, chunk: int | None, rows: Mapping[int, int | None], fills: bool) -> Any:

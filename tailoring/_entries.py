@@ -144,6 +144,25 @@ def compact(entry: Entry) -> Entry:
     return LowRank(((START, left, right),))
 
 
+def cat(parts: Sequence[Entry]) -> Entry:
+    """One below the other. Matrices of different rank (of a part in which all rows failed, say) are filled up with zeros."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len(tensors) == len(parts):
+        return torch.cat(tensors)
+    if tensors:  # where the matrices themselves were found to be cheaper
+        return torch.cat([part.dense(tensors[0].shape[1]) if isinstance(part, LowRank) else part for part in parts])
+    factors = [part.factors() for part in parts if isinstance(part, LowRank)]
+    rank = max(left.shape[1] for left, _ in factors)
+    left, right = (torch.cat([_filled(pair[side], rank) for pair in factors]) for side in (0, 1))
+    return LowRank(((START, left, right),))
+
+
+def _filled(factor: Tensor, rank: int) -> Tensor:
+    """(rows, r, ...) -> (rows, rank, ...)"""
+    missing = factor.new_zeros(factor.shape[0], rank - factor.shape[1], *factor.shape[2:])
+    return torch.cat([factor, missing], 1) if missing.shape[1] else factor
+
+
 def products_pay(rank: int, outputs: int, inputs: int) -> bool:
     """Whether outer products of this rank cost less than the matrix: rank (in + out) operations for each row against in * out."""
     return rank * (inputs + outputs) <= inputs * outputs

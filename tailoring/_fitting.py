@@ -98,9 +98,9 @@ class Fitting(Placing):
     def _moments(self, batch: Batch, only_last: bool = False) -> Iterator[Moment]:
         """The inner loop on a batch, watching that nothing it still needs is changed between two steps."""
         rows = self.adapt.rows(batch.queries)
+        start = self._identity(batch, rows) if batch.start is None else batch.start  # first: a learned start has its shape from then on
         needed = self._needed_unchanged()
         before = versions(needed)
-        start = self._identity(batch, rows) if batch.start is None else batch.start
         learned = batch.start is None and self.tailoring.wants_start  # then it may train between two steps, and is asked for afresh
         loop = descend(
             functools.partial(self._gradient, batch),
@@ -130,10 +130,11 @@ class Fitting(Placing):
         return [*self.parameters(), *learned] if self.backprop == "all" else learned
 
     def _gradient(self, batch: Batch, state: State, rows: Tensor | None, step: int, graph: bool) -> tuple[Tensor, State]:
+        batch = batch if rows is None else batch.part(rows, self.adapt.rows(batch.queries))
         if batch.reuse is not None and step == 0 and is_dynamo_compiling():
             with torch.no_grad():  # nothing made inside torch.func.grad may leave it; all else of this pass is dead code
-                self._losses(batch, rows, step, state, keep=True)
-        evaluate = functools.partial(self._losses, batch, rows, step)
+                self._losses(batch, step, state, keep=True)
+        evaluate = functools.partial(self._losses, batch, step)
         compute = functools.partial(self.adapt.gradient, evaluate, batch.places.sited.sites, state, (step, self.steps), graph)
         try:
             return self._keeping_little(compute, batch, state) if self.recompute else compute()
@@ -148,10 +149,9 @@ class Fitting(Placing):
             return compute()
         return recomputed(compute, lambda: [*self.parameters(), *self.buffers(), *tensors((batch.x, batch.seeds))], device_of(state))
 
-    def _losses(self, batch: Batch, rows: Tensor | None, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
+    def _losses(self, batch: Batch, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
         """The tailoring loss for each row of the state."""
-        own = None if rows is None else batch.queries_of(rows, self.adapt.rows(batch.queries))
-        x, seeds, reuse = (batch.x, batch.seeds, batch.reuse) if own is None else (*take_rows((batch.x, batch.seeds), own), None)
+        x, reuse = batch.x, batch.reuse
         compiling = is_dynamo_compiling()
         keep = reuse is not None and not compiling if keep is None else keep
         run = functools.partial(self._call, batch, state, reuse, keep, taps)
@@ -160,7 +160,7 @@ class Fitting(Placing):
         if reuse is not None:
             reuse.begin()
         with batch.places.kernels or self._plain_kernels():
-            bound = Bound(self.net, run, x, seeds, step, keep=once, shares=batch.rescued and rows is None)
+            bound = Bound(self.net, run, x, batch.seeds, step, keep=once, shares=batch.rescued)
             model = self.adapt.bind(bound)
             if compiling:
                 losses = self.loss(model, *args, **kwargs)
@@ -175,15 +175,15 @@ class Fitting(Placing):
                 if before is not None and before != versions(x):
                     raise UnfitLossError(_CHANGES.format(self._name_of_loss))
                 asked.leaves_query = True
-        check_losses(losses, batch.queries if own is None else len(own))
-        unknown = batch.queries > 1 and rows is None and not compiling and not batch.places.asked.keeps_apart
+        check_losses(losses, batch.queries)
+        unknown = batch.queries > 1 and not compiling and not batch.places.asked.keeps_apart
         if unknown and losses.requires_grad and may_look():
             self._ask_whether_apart(batch, losses, state, taps)
         return self.adapt.reduce(losses)
 
     def _try_loss(self, x: Any, places: Places) -> None:
         """The loss of two queries, once for compiled code, in which no value can be looked at."""
-        if places.asked.keeps_apart or self.adapt.rows(2) != 2:
+        if places.asked.keeps_apart or places.asked.fails_in_two or self.adapt.shared:
             return
         other = first_other(x)
         if other is None or self._mixes_by_itself():
@@ -195,8 +195,8 @@ class Fitting(Placing):
                 self._gradient(pair, start, None, 0, False)
             except UnfitLossError:
                 raise
-            except Exception:  # it knows of the whole batch, or fails there, too
-                places.asked.keeps_apart = True
+            except Exception:
+                places.asked.fails_in_two = True
 
     def _mixes_by_itself(self) -> bool:
         try:
@@ -208,7 +208,7 @@ class Fitting(Placing):
     def _ask_whether_apart(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
         """Raise if one query's loss depends on another's state. Asked once for each kind of input."""
         adapted = [t for t in (*states.numbers(state), *getattr(taps, "outs", ())) if t.requires_grad]
-        if self.adapt.rows(2) != 2 or not adapted:
+        if self.adapt.shared or not adapted:
             return  # they share a state; or it is only asked how large the loss is
         apart = are_apart(losses, adapted, batch.x)
         if apart is False:
@@ -263,8 +263,11 @@ class Fitting(Placing):
     def _last_losses(self, batch: Batch, state: State) -> Tensor:
         """The losses after the last step, infinite where the loss refuses what that has led to."""
 
+        before = state
+
         def run(rows: Tensor | None, state: State) -> Tensor:
-            return self._losses(batch, rows, self.steps, state).detach()
+            part = batch if rows is None else batch.part(rows, rows_of(before))
+            return self._losses(part, self.steps, state).detach()
 
         values, rows = run_apart(run, state, moved=self.steps > 0)
         if rows is None:

@@ -13,7 +13,7 @@ from ._kernels import may_look
 from ._states import State, device_of, rows_of, take
 
 Found = TypeVar("Found")
-_TRIES = 512  # parts of a batch that are run; where these do not tell, something else is wrong
+_TRIES = 512  # parts of a batch in which there must be a query that runs; else something else is wrong
 _BY_NUMBERS = (ValueError, ArithmeticError, AssertionError, IndexError, RuntimeError)  # what a query's own may bring about
 
 
@@ -27,20 +27,29 @@ def run_apart(run: Callable[[Tensor | None, State], Found], state: State, *, mov
     except Exception as error:
         if not moved or not may_look():
             raise
-        rows = rows_that_run(error, run, state)
+        rows, total = rows_that_run(error, run, state), rows_of(state)
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        whose = f"{total - len(rows)} of {total} queries are" if len(rows) else "the whole batch is"
+        warnings.warn(f"{whose} answered untailored: after a step the loss or the model raised {told}", stacklevel=2)
     return (run(rows, take(state, rows)) if len(rows) else None), rows
 
 
 def rows_that_run(error: Exception, run: Callable[[Tensor, State], object], state: State) -> Tensor:
-    """The rows of a batch that raised `error` for which `run` raises nothing, found by halving. If that is all of them, so does this."""
+    """The rows of a batch that raised `error` for which `run` raises nothing, found by halving. If that is all of them, so does this.
+
+    They are halved in a fixed disorder: if no query runs of some hundreds that come from everywhere, none does.
+    """
     if not _may_be_of_some(error):
         raise error
     total = rows_of(state)
-    left = list(torch.arange(total, device=device_of(state)).chunk(2))
-    fine = [left[0][:0]]
-    for _ in range(_TRIES):
-        if not left:
-            break
+    everyone = torch.randperm(total, generator=torch.Generator().manual_seed(0)).to(device_of(state))
+    left = list(everyone.chunk(2))
+    fine = [everyone[:0]]
+    tries = 0
+    while left:
+        if (tries := tries + 1) > _TRIES and len(fine) == 1:
+            error.add_note(f"tailoring: after a step it is raised by every query of {_TRIES} parts of the batch that were tried")
+            raise error
         rows = left.pop()
         try:
             run(rows, take(state, rows))
@@ -48,12 +57,8 @@ def rows_that_run(error: Exception, run: Callable[[Tensor, State], object], stat
         except Exception:
             left += rows.chunk(2) if len(rows) > 1 else ()
     found = torch.cat(fine).sort().values
-    if left or len(found) == total:
+    if len(found) == total:
         raise error
-    told = f"{type(error).__name__}: {error}".splitlines()[0]
-    warnings.warn(
-        f"{total - len(found)} of {total} queries are answered untailored: after a step their loss or model raised {told}", stacklevel=2
-    )
     return found
 
 

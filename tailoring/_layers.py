@@ -189,6 +189,7 @@ def normalisation(use: Use, forward: Callable[..., Any], module: Any, args: tupl
         else:
             out = F.batch_norm(x, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
         trailing = 0
+    kind = out.dtype  # under autocast another one than that of x
     copies = copies_per_query(x.shape[use.rows], use.queries, "input of a normalisation layer with adapted weights")
 
     def own(local: str, shared: Tensor) -> Tensor:
@@ -200,7 +201,7 @@ def normalisation(use: Use, forward: Callable[..., Any], module: Any, args: tupl
 
     out = out * own("weight", module.weight)
     bias = getattr(module, "bias", None)
-    return (out if bias is None else out + own("bias", bias)).to(x.dtype)
+    return (out if bias is None else out + own("bias", bias)).to(kind)
 
 
 def attention(

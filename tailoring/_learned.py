@@ -81,6 +81,25 @@ class OwnNames(nn.Module):
             raise RuntimeError("the learned start has no shape yet: call model.prepare(x) with an example input first")
         yield from _own_names(super().named_parameters(prefix, recurse, remove_duplicate), prefix)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """By its name here (`net.encoder`), or the one in the wrapped model, as in the names of parameters."""
+        try:
+            return super().get_submodule(target)
+        except AttributeError:
+            return self.net.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return self._found(target, "get_parameter")
+
+    def get_buffer(self, target: str) -> Tensor:
+        return self._found(target, "get_buffer")
+
+    def _found(self, target: str, how: str) -> Any:
+        try:
+            return getattr(self.net, how)(target)
+        except AttributeError:
+            return getattr(super(), how)(target)
+
     def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         yield from _own_names(super().named_buffers(prefix, recurse, remove_duplicate), prefix)
 

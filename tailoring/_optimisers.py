@@ -184,6 +184,8 @@ class Functional:
     passes_on = False
 
     def __init__(self, optimizer: Any):
+        if isinstance(optimizer, type):
+            raise TypeError(f"an inner optimizer is an object, {optimizer.__name__}(...), not the class")
         missing = [name for name in ("init", "update") if not callable(getattr(optimizer, name, None))]
         if missing:
             raise TypeError(

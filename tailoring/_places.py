@@ -33,6 +33,7 @@ class Asked:
 
     leaves_query: bool = False  # it does not change the query in place
     keeps_apart: bool = False  # no query's value depends on another's state
+    fails_in_two: bool = False  # it knows of the whole batch, or fails there, too, so a trial on two queries tells nothing
 
 
 class Places(NamedTuple):
@@ -105,7 +106,7 @@ class Placing(OwnNames):
         return places
 
     def _look(self, x: Any, structure: Structure) -> tuple[Places, list[Seen]]:
-        """Run the model once, and see."""
+        """Look at the model, by a few trial passes."""
         with watching_once():
             here, seen = sited(self.net, self.adapt.sites(self.net, x)), watch(self.net, x)
         if isinstance(self.rule, Descent) and isinstance(self.rule.lr, Mapping):

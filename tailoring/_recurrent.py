@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-
-def restore_forward(module: nn.Module, before: Any) -> None:
-    """Take back what has been put in the place of `forward` on the instance, which had this one `before`, or none."""
-    if before is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = before
-
+from ._sites import Around, StandIn, intercepted
 
 NEEDS_TRACEABLE = TorchVersion(torch.__version__) < "2.13"
 
@@ -49,12 +42,13 @@ def _function_of(forward: Callable[..., Any]) -> Any:
 @contextmanager
 def unrolled_layers(model: nn.Module) -> Iterator[None]:
     """Within the block, the model's RNN, GRU and LSTM layers compute step by step, and its cells in plain operations."""
-    with ExitStack() as stack:
-        for layer in model.modules():
-            if (forward := _in_plain_operations(layer)) is not None:
-                stack.callback(restore_forward, layer, layer.__dict__.get("forward"))
-                layer.__dict__["forward"] = forward
+    plain = [(layer, _in_plain_operations(layer)) for layer in model.modules()]
+    with intercepted([StandIn(layer, _instead(run)) for layer, run in plain if run is not None]):
         yield
+
+
+def _instead(run: Callable[..., Any]) -> Around:
+    return lambda _forward, _module, args, kwargs: run(*args, **kwargs)
 
 
 def _in_plain_operations(layer: nn.Module) -> Callable[..., Any] | None:

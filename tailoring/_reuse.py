@@ -102,7 +102,7 @@ def held_by(module: nn.Module) -> list[Any]:
             if isinstance(value, dict):  # many are, and nearly all are empty
                 if value:
                     found += value.values()
-            elif isinstance(value, list | set):
+            elif isinstance(value, list | set | tuple):
                 found += value
             elif key != "forward" or m is not module:  # what stands in its own way is ours
                 found.append(value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ def zero_like(state: State) -> State:
 def compact(state: State) -> State:
     """The same state with every matrix in one block, fit to be the start of another loop; or as it is, where that is smaller."""
     return {name: entries.compact(entry) for name, entry in state.items()}
+
+
+def cat(parts: Sequence[State]) -> State:
+    """The states of parts of a batch as one."""
+    return parts[0] if len(parts) == 1 else {name: entries.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def add(a: State, b: State) -> State:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from . import _states as states
 from ._adapt import CN, Adapter
 from ._answering import Answering
 from ._batch import Batch, Starts, Trace, all_finite, in_inference_mode, leaves_inference_mode
@@ -27,7 +28,7 @@ from ._reuse import Reuse, held_by, worth_keeping
 from ._sites import Reading, alone
 from ._states import State, compact
 from ._trees import Inputs, cat_rows, count_rows, model_call, split_rows
-from ._validate import check_settings, check_state, refuse_mixing_modules
+from ._validate import check_seeds, check_settings, check_state, refuse_mixing_modules
 
 
 class Tailored(Answering):
@@ -75,7 +76,8 @@ class Tailored(Answering):
     ):
         super().__init__(net)
         self.adapt: Adapter = CN() if adapt is None else adapt
-        check_settings(net, loss, self.adapt, steps, backprop, keep, stop, chunk, compile)
+        settings = {"adapt": self.adapt, "steps": steps, "backprop": backprop, "keep": keep, "stop": stop, "chunk": chunk}
+        check_settings(net, loss, **settings, compile=compile)
         self.training = net.training  # what is made of a model in eval mode is in eval mode, too
         if optimizer is not None and (lr is not None or (momentum, clip, proximal) != (0.0, None, 0.0)):
             raise ValueError(f"lr, momentum, clip and proximal are gradient descent's; {optimizer!r} in its place has settings of its own")
@@ -97,7 +99,7 @@ class Tailored(Answering):
             )
         self.backprop: Backprop = backprop
         self.recompute = recompute
-        self.steps, self.stop, self.chunk = int(steps), stop, chunk
+        self.steps, self.stop, self.chunk = int(steps), stop, None if chunk is None else int(chunk)
         self.keep: Keep = "best" if self.rule.searches else keep
         self._modules["tailoring"] = Learned(loss, getattr(self.rule, "lr", None), self.adapt.learned_start)
         self.register_load_state_dict_post_hook(_take_rates)
@@ -124,7 +126,7 @@ class Tailored(Answering):
         """The state fitted to `x`, from the identity or from `start` (a warm start). `seeds` (queries,) replace the queries' own."""
         if count_rows(x) == 0:
             return {}
-        return cat_rows([self._fitted(b) for b in self._batches(x, start, seeds)])
+        return states.cat([self._fitted(b) for b in self._batches(x, start, seeds)])
 
     @leaves_inference_mode
     def predict(self, x: Any, state: State) -> Any:
@@ -153,7 +155,8 @@ class Tailored(Answering):
             raise ValueError("an empty batch leaves no trace")
         batches = self._batches(x, start, seeds)
         parts = [self._trace(b) for b in batches]
-        joined = {name: cat_rows([getattr(p, name) for p in parts]) for name in ("steps", "stopped", "failed", "state")}
+        joined = {name: cat_rows([getattr(p, name) for p in parts]) for name in ("steps", "stopped", "failed")}
+        joined["state"] = states.cat([p.state for p in parts])
         joined["prediction"] = cat_rows([p.prediction for p in parts], self._find_places(x).answer_rows)
         return Trace(losses=torch.cat([p.losses for p in parts], 1), sites=parts[0].sites, ran_once=parts[0].ran_once, **joined)
 
@@ -167,7 +170,7 @@ class Tailored(Answering):
             return
         loops = [self._moments(b) for b in self._batches(x, start, seeds)]
         for moments in zip(*loops, strict=True):
-            yield cat_rows([compact(moment.state) for moment in moments])
+            yield states.cat([compact(moment.state) for moment in moments])
 
     def path(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Iterator[Any]:
         """The prediction before tailoring and after each inner step."""
@@ -178,19 +181,21 @@ class Tailored(Answering):
         """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
         places, kind = self._find_places(x), kind_of(x)
         self._traced = (*(known for known in self._traced if known[0] != kind), (kind, places))
-        for name in self._identity(Batch(x, count_rows(x), places), 1):
-            if isinstance(self.rule, Descent) and self.steps:
-                self.rule.rate(name, 0)
+        start = self._identity(Batch(x, count_rows(x), places), 1)  # a learned one has its shape from now on
+        if isinstance(self.rule, Descent) and self.steps:
+            for name in start:
+                self.rule.rate(name, 0)  # asked now, and remembered: dynamo cannot follow patterns of names
         self._try_loss(x, places)
         make_traceable(self.net)
         self._prepared = True
         return self
 
     def replace(self, **changes: Any) -> Tailored:
-        """The same model with other settings, or another loss, e.g. `model.replace(steps=10)`. Weights and learned parts are shared."""
-        settings: dict[str, Any] = {
-            name: getattr(self, name) for name in ("loss", "adapt", "steps", "backprop", "recompute", "keep", "stop", "chunk")
-        }
+        """The same model with other settings, or another loss, e.g. `model.replace(steps=10)`. Weights and learned parts are shared.
+
+        (Of a subclass, too, it is a plain `Tailored`.)
+        """
+        settings: dict[str, Any] = {name: getattr(self, name) for name in ("loss", "recompute", *_SETTINGS)}
         if self.rule.searches and "optimizer" in changes:
             del settings["keep"]  # its own, not the user's
         settings["compile"] = False if self.compile_options is None else self.compile_options
@@ -210,8 +215,10 @@ class Tailored(Answering):
         return f"adapt={self.adapt!r}, steps={self.steps}, rule={self.rule!r}, backprop={self.backprop!r}, keep={self.keep!r}"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OF_THE_DESCENT:
+        if name in _OF_THE_DESCENT | {"loss", "optimizer"}:
             raise AttributeError(f"model.{name} = ... would change nothing: model.replace({name}=...) is the same model with another")
+        if name in _SETTINGS and "_compiled" in self.__dict__:  # it is made
+            check_settings(self.net, self.loss, **{other: getattr(self, other) for other in _SETTINGS} | {name: value})
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -243,11 +250,11 @@ class Tailored(Answering):
             self._try_loss(x, places)
             if self._compiled is None or not self._prepared:
                 self.prepare(x)
-                self._compiled = Compiled(answer, self.compile_options or {}, self._owned, fills=self.adapt.rows(2) == 2)
+                self._compiled = Compiled(answer, self.compile_options or {}, self._owned)
             self._traced = ((kind_of(x), places),)  # alone: what else there is would be looked at, and a change of it compiled for
             try:
                 with allowed_by_dynamo(self.net, structure):
-                    out = self._compiled(key, x, self.chunk, places.answer_rows, fills=places.answers_by_row)
+                    out = self._compiled(key, x, self.chunk, places.answer_rows, fills=places.answers_by_row and not self.adapt.shared)
             except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
                 warnings.warn(_TOO_MANY, stacklevel=2)
                 self.compile_options = None
@@ -282,8 +289,8 @@ class Tailored(Answering):
         queries, places = count_rows(x), self._find_places(x, structure)
         if start is not None:
             check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
-        if seeds is not None and (seeds.shape != (queries,) or seeds.dtype != torch.int64):
-            raise ValueError(f"seeds must be int64 of shape ({queries},), not {seeds.dtype} of shape {tuple(seeds.shape)}")
+        if seeds is not None:
+            check_seeds(seeds, queries)
         start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
             return [Batch(x, queries, places, seeds, start, self._reuse(places, queries))]
@@ -314,6 +321,7 @@ def _take_rates(model: Tailored, *_: Any) -> None:
 
 
 _OF_THE_DESCENT = {"lr", "momentum", "clip", "proximal"}
+_SETTINGS = ("adapt", "steps", "backprop", "keep", "stop", "chunk")  # that may be set to something else later
 _TOO_MANY = (
     "this model asked for more programs than are kept, and answers in eager mode from now on: is it called with a number that is another "
     "at every call? Give that as a tensor, one for each query"

@@ -58,7 +58,7 @@ class Tap:
             g, given = (t.unflatten(-1, (self.groups, -1)) for t in (g, self._conjugate.to(g.dtype)))
             with without_autocast(g):
                 return torch.einsum("qpgo,qpgi->qgoi", g, given).flatten(1, 2)
-        return LowRank(((0, *self.factors(g)),)).dense()
+        return LowRank(((0, *self.factors(g)),)).dense(self.inputs)
 
     def offsets(self, g: Tensor) -> Tensor:
         """The gradient of the bias, (queries, out)."""

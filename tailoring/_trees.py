@@ -125,7 +125,9 @@ def take_rows(tree: Any, index: Any) -> Any:
 
 def first_other(tree: Any) -> int | None:
     """The first row that is not the same as row 0; None if all are alike."""
-    differs = [(t != t[:1]).flatten(1).any(1) if t.ndim > 1 else t != t[:1] for t in tensors(tree) if t.ndim]
+    rowed = [t for t in tensors(tree) if t.ndim]
+    alike = [torch.isclose(t, t[:1], rtol=0.0, atol=0.0, equal_nan=True) for t in rowed]  # a nan, a missing measurement, is like another
+    differs = [~(same.flatten(1).all(1) if same.ndim > 1 else same) for same in alike]
     found = [int(rows.to(torch.uint8).argmax()) for rows in differs]  # 0 if there is none
     return min((row for row in found if row), default=None)
 

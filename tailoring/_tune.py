@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -32,6 +33,8 @@ class Tuned:
     def gain(self) -> float:
         """The relative fall of the task loss against the same model with 0 steps."""
         before, fall = float(self.task[0, 0]), float(self.task[0, 0] - self.task.min())
+        if not math.isfinite(before):
+            return float("inf") if self.steps else 0.0
         return fall / abs(before) if before else float("inf") if fall else 0.0
 
     def __str__(self) -> str:

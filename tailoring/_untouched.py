@@ -21,5 +21,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, t, before in kept:
                 module._buffers[name] = t
-                if not torch.equal(t, before):  # others are not written to: a graph of the user's may have saved them
+                if not _is_same(t, before):  # others are not written to: a graph of the user's may have saved them
                     t.copy_(before)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Not a number counts as the same as itself."""
+    return bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())

@@ -19,7 +19,9 @@ from ._kernels import Structure, found_once
 from ._states import State, rows_of
 
 
-def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, keep: Any, stop: Any, chunk: Any, compile: Any) -> None:
+def check_settings(
+    net: Any, loss: Any, *, adapt: Any, steps: Any, backprop: Any, keep: Any, stop: Any, chunk: Any, compile: Any = False
+) -> None:
     if not isinstance(net, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(net).__name__}")
     if hasattr(net, "_orig_mod"):
@@ -34,6 +36,8 @@ def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, k
         )
     if not callable(loss):
         raise TypeError(f"the tailoring loss must be a function loss(model, x) -> (queries,), not {type(loss).__name__}")
+    if isinstance(loss, type):
+        raise TypeError(f"the tailoring loss is an object, {loss.__name__}(...), not the class")
     if not isinstance(adapt, Adapter):
         raise TypeError(f"adapt must be an adapter such as CN(), not {adapt!r}")
     if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < 0:
@@ -44,9 +48,9 @@ def check_settings(net: Any, loss: Any, adapt: Any, steps: Any, backprop: Any, k
         raise ValueError(f"keep must be one of {get_args(Keep)}, not {keep!r}")
     if stop is not None and (not isinstance(stop, Real) or isinstance(stop, bool) or math.isnan(stop)):
         raise ValueError(f"stop must be a value of the tailoring loss, a number, not {stop!r}")
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+    if chunk is not None and (not isinstance(chunk, Integral) or isinstance(chunk, bool) or chunk < 1):
         raise ValueError(f"chunk must be a positive whole number, not {chunk!r}")
-    if chunk is not None and adapt.rows(chunk) != chunk:
+    if chunk is not None and adapt.shared:
         raise ValueError(f"{adapt!r} adapts to the batch as a whole, so the batch cannot be cut by chunk={chunk}")
     if not isinstance(compile, bool | Mapping):
         raise TypeError(f"compile must be True, False or a dict of options of torch.compile such as {{'mode': ...}}, not {compile!r}")
@@ -77,8 +81,14 @@ def check_state(state: Any, identity: State, rows: int | None = None) -> None:
         if isinstance(entry, Tensor) and len(shape) == 2 and isinstance(identity[name], LowRank) and len(expected) == 1:
             shape = shape[1:]  # a table as it is; outer products do not tell how many rows it has
         if shape != expected or (rows is not None and count != rows):
-            told = f"{rows or 'one'} row(s) of shape {expected}"
+            told = f"{'rows' if rows is None else f'{rows} row(s)'} of shape {expected}"
             raise ValueError(f"the state's {name!r} has shape {(count, *own_shape(entry))}; expected {told}")
+
+
+def check_seeds(seeds: Any, queries: int) -> None:
+    if not isinstance(seeds, Tensor) or seeds.shape != (queries,) or seeds.dtype != torch.int64:
+        told = f"{seeds.dtype} of shape {tuple(seeds.shape)}" if isinstance(seeds, Tensor) else f"a {type(seeds).__name__}"
+        raise ValueError(f"seeds must be a tensor of int64, of shape ({queries},), not {told}")
 
 
 def refuse_mixing_modules(model: nn.Module, structure: Structure | None = None) -> None:

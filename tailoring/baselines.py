@@ -75,6 +75,8 @@ class Shared(Adapter):
     Queries see each other here, by definition: the exception to the law of independence.
     """
 
+    shared = True
+
     def __init__(self, adapter: Adapter | None = None):
         self.adapter = CN() if adapter is None else adapter
         self.learned_start, self.plain_kernels = self.adapter.learned_start, self.adapter.plain_kernels
@@ -82,9 +84,6 @@ class Shared(Adapter):
 
     def depends_on(self, model: nn.Module) -> Any:
         return self.adapter.depends_on(model)
-
-    def rows(self, queries: int) -> int:
-        return 1
 
     def reduce(self, losses: Tensor) -> Tensor:
         return losses.mean(0, keepdim=True)

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from tailoring import CN, LBFGS, Descent, Inputs, Shift, Tailored, Weights, outer_losses, tune
 from tailoring.baselines import Shared
+from tailoring.losses import Entropy
 
 
 def tailored(loss=drift, net=None, **options) -> Tailored:
@@ -37,6 +38,7 @@ def tailored(loss=drift, net=None, **options) -> Tailored:
         ({"backprop": "first"}, "backprop must be one of"),
         ({"keep": "first"}, "keep must be one of"),
         ({"chunk": 0}, "chunk must be a positive"),
+        ({"chunk": True}, "chunk must be a positive"),
         ({"chunk": 2, "adapt": Shared()}, "adapts to the batch as a whole"),
     ],
 )
@@ -53,6 +55,8 @@ def test_settings_are_checked_at_once(options, message):
         (lambda: tailored(adapt=CN), "adapt must be an adapter"),
         (lambda: tailored(adapt="CN"), "adapt must be an adapter"),
         (lambda: tailored(optimizer=object()), "needs init"),
+        (lambda: tailored(optimizer=LBFGS), r"an object, LBFGS\(...\), not the class"),
+        (lambda: tailored(Entropy), r"an object, Entropy\(...\), not the class"),
         (lambda: tailored(optimizer=torch.optim.SGD([torch.zeros(1)], 0.1)), "needs init"),
         (lambda: CN(3), "chosen by name, pattern or type"),
         (lambda: Weights(nn.Linear(1, 1)), "chosen by name, pattern or type"),
@@ -214,12 +218,6 @@ def test_a_state_of_another_model_or_batch_is_refused():
         model.tailor(x, start={name: t[:2] for name, t in state.items()})
     with pytest.raises(ValueError, match="not a multiple of"):
         model.predict(x, {name: t[:2] for name, t in state.items()})
-
-
-def test_seeds_are_checked():
-    for seeds in (torch.arange(3), torch.zeros(5)):
-        with pytest.raises(ValueError, match="seeds must be int64"):
-            tailored().tailor(queries(), seeds=seeds)
 
 
 def test_a_rate_for_every_name_is_needed():
@@ -398,3 +396,35 @@ def test_to_export_it_is_refused():
 
     with pytest.raises(RuntimeError, match=r"torch\.export cannot take"):
         torch.export.export(Around(), (queries(),), strict=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("keep", "bset"), ("backprop", 1), ("steps", -1), ("chunk", 0), ("stop", "never"), ("adapt", CN)]
+)
+def test_settings_are_checked_when_they_change_later(name, value):
+    model = tailored()
+    before = getattr(model, name)
+    with pytest.raises((ValueError, TypeError), match=name):
+        setattr(model, name, value)
+    assert getattr(model, name) is before
+
+
+@pytest.mark.parametrize("loss", [drift, Entropy()], ids=["function", "module"])
+def test_another_loss_makes_another_model(loss):
+    model = tailored()
+    with pytest.raises(AttributeError, match=r"model.replace\(loss=...\)"):
+        model.loss = loss
+    assert model.state_dict().keys() == model.net.state_dict().keys()
+
+
+@pytest.mark.parametrize("seeds", [[1, 2, 3, 4, 5], torch.ones(5), torch.ones(4, dtype=torch.int64)], ids=["list", "floats", "too few"])
+def test_seeds_are_checked(seeds):
+    with pytest.raises(ValueError, match=r"seeds must be a tensor of int64, of shape \(5,\), not"):
+        tailored().tailor(queries(), seeds=seeds)
+
+
+def test_a_state_of_another_shape_is_refused_with_what_was_expected():
+    model, x = tailored(), queries()
+    state = {name: entry[:, :1] for name, entry in model.tailor(x).items()}
+    with pytest.raises(ValueError, match=r"expected rows of shape \(6,\)"):
+        model.predict(x, state)

@@ -66,6 +66,10 @@ def far(x: Tensor) -> Tensor:
     return torch.where(torch.arange(len(x))[:, None] == 1, 1e18, x)
 
 
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
 def validated(model, x):
     """As distributions do, it refuses parameters that are no numbers."""
     return -torch.distributions.Normal(model(x)[:, 0], 1.0, validate_args=True).log_prob(x[:, 0])
@@ -76,7 +80,7 @@ def validated(model, x):
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.filterwarnings("ignore:.*answered untailored")
 def test_a_query_whose_step_makes_the_loss_raise_fails_alone(steps, adapt, backprop):
-    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    net = deep()
     model, x = Tailored(net, validated, adapt=adapt, steps=steps, lr=0.1, backprop=backprop), far(torch.randn(4, 3))
     others = [0, 2, 3]
     torch.testing.assert_close(model(x)[others], model(x[others]))
@@ -98,8 +102,8 @@ def test_a_query_whose_state_makes_the_model_raise_is_answered_untailored():
     model, x = Tailored(Watching(most=1e3), steep, adapt=CN("act"), steps=1, lr=1.0), torch.randn(4, 3)
     x[1, 0] = 6.0
     expected = torch.where(torch.arange(4)[:, None] == 1, model.net(x), model.replace(chunk=1)(x[[0, 0, 2, 3]]))
-    for batch, answers in ((x, expected), (x[1:2], expected[1:2])):
-        with pytest.warns(UserWarning, match=f"1 of {len(batch)} queries are answered untailored: .* raised ValueError: too much"):
+    for batch, answers, told in ((x, expected, "1 of 4 queries are"), (x[1:2], expected[1:2], "the whole batch is")):
+        with pytest.warns(UserWarning, match=f"{told} answered untailored: .* raised ValueError: too much"):
             torch.testing.assert_close(model(batch), answers)
     with pytest.warns(UserWarning, match="answered untailored"):
         assert model.trace(x).failed.tolist() == [False, True, False, False]
@@ -121,11 +125,38 @@ def test_a_state_that_serves_several_rows_fails_with_them():
 
 def test_a_state_that_all_share_fails_for_all():
     x = far(torch.randn(4, 3))
-    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    net = deep()
     model = Tailored(net, validated, adapt=Shared(CN(nn.ReLU)), steps=3, lr=0.1)
     for batch in (x, x.flip(0)):
         with pytest.warns(UserWarning, match="answered untailored"):
             torch.testing.assert_close(model(batch), net(batch))
+
+
+def test_many_bad_queries_among_many_good_ones_are_all_found():
+    net = deep()
+    model, x = Tailored(net, validated, adapt=CN(nn.ReLU), lr=0.1, steps=2), torch.randn(1024, 3)
+    bad = torch.rand(1024) < 0.2
+    x = torch.where(bad[:, None], 1e18, x)
+    with pytest.warns(UserWarning, match=f"{int(bad.sum())} of 1024 queries are answered untailored") as told:
+        answers = model(x)
+    assert len(told) == 1
+    torch.testing.assert_close(answers[bad], net(x)[bad])
+    torch.testing.assert_close(answers[~bad], model(x[~bad]))
+
+
+def test_a_loss_that_raises_for_every_query_of_a_large_batch_is_heard_at_last():
+    calls = []
+
+    def failing(model, x):
+        calls.append(len(x))
+        if len(calls) > 1:
+            raise ValueError("a mistake of the user's")
+        return model(x).square().sum(1)
+
+    with pytest.raises(ValueError, match="a mistake") as caught:
+        Tailored(mlp(), failing, adapt=CN(nn.Tanh), steps=2)(queries(5000))
+    assert "every query of 512 parts" in caught.value.__notes__[0]
+    assert len(calls) == 2 + 512
 
 
 def test_a_loss_that_raises_for_the_batch_alone_is_heard():
@@ -187,3 +218,16 @@ def test_a_mode_hears_of_the_inner_gradient():
     with Ours() as mode:
         torch.testing.assert_close(model(x), expected)
     assert mode.heard.count(torch.autograd.grad) == 2
+
+
+@pytest.mark.parametrize("adapt", [Weights(), Weights(how="vmap"), CN(nn.ReLU)], ids=repr)
+@pytest.mark.filterwarnings("ignore:.*answered untailored")
+def test_parts_of_a_batch_may_fail_as_a_whole(adapt):
+    model, x = Tailored(deep(), validated, adapt=adapt, steps=3, lr=0.1), far(torch.randn(4, 3))
+    expected, cut = model.trace(x), model.replace(chunk=1)
+    torch.testing.assert_close(cut(x), expected.prediction)
+    torch.testing.assert_close(cut.predict(x, cut.tailor(x)), expected.prediction)
+    torch.testing.assert_close(cut.trace(x).prediction, expected.prediction)
+    torch.testing.assert_close(cut.trace(x).failed, expected.failed)
+    for ours, theirs in zip(cut.path(x), model.path(x), strict=True):
+        torch.testing.assert_close(ours, theirs)

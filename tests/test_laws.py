@@ -187,7 +187,7 @@ def test_first_order_and_last_equal_their_definitions(adapter, backprop):
     for _ in range(3):
         start = model.adapt.init(model.net, sites, len(x))
         state = {k: (v if constant is None else v - 1e-2 * constant[k]).requires_grad_() for k, v in start.items()}
-        loss = model._losses(model._batches(x)[0], None, 0, state)
+        loss = model._losses(model._batches(x)[0], 0, state)
         gradient = dict(
             zip(state, torch.autograd.grad(loss.sum(), list(state.values()), create_graph=True, allow_unused=True), strict=True)
         )

@@ -161,6 +161,28 @@ def test_queries_that_are_alike_answer_for_no_other(first, compile):
             model(torch.randn(4, 3))
 
 
+@pytest.mark.parametrize("compile", [False, {"backend": "eager"}], ids=["eager", "compiled"])
+def test_a_missing_measurement_hides_nothing(compile):
+    def centred_where_known(model, x):
+        y = model(x.nan_to_num())
+        return (y - y.mean(0)).square().sum(1)
+
+    x = torch.randn(4, 3)
+    x[0, 1] = torch.nan
+    with torch.no_grad(), pytest.raises(ValueError, match="depend on another query's state"):
+        Tailored(float_mlp(), centred_where_known, compile=compile)(x)
+
+
+def test_a_loss_that_cannot_be_tried_on_two_queries_is_asked_when_it_is_called():
+    def of_fours(model, x):
+        own = model(x).view(4, -1, 2)
+        return (own - own.mean(1, keepdim=True)).square().sum(2).flatten()
+
+    x = torch.randn(8, 3)
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        Tailored(float_mlp(), of_fours).prepare(x)(x)
+
+
 def test_compiled_code_asks_two_queries_that_differ():
     model, x = Tailored(float_mlp(), centred, compile={"backend": "eager"}), torch.randn(6, 3)
     with torch.no_grad(), pytest.raises(ValueError, match="depend on another query's state"):

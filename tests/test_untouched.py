@@ -65,3 +65,20 @@ def test_the_first_prediction_is_one_pass():
     state = model.adapt.init(net, model.adapt.sites(net, x), 5)
     model.predict(x, state)
     assert net[1].num_batches_tracked == 1
+
+
+def test_a_buffer_that_holds_no_number_is_not_written_to():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.act, self.last = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)
+            self.register_buffer("scale", torch.tensor([1.0, torch.nan]))
+
+        def forward(self, x):
+            return self.last(self.act(self.first(x))) * self.scale[0]
+
+    net, x = Scaled(), torch.randn(3, 4)
+    loss = (net(x) * net.scale[0]).sum()  # its graph has saved the buffer
+    Tailored(net, drift).prepare(x)
+    loss.backward()
+    assert net.scale._version == 0

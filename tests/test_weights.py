@@ -398,3 +398,34 @@ def test_a_layer_that_has_grown_is_not_taken_for_what_it_was(adapt):
     net[0].weight, net[0].bias = nn.Parameter(torch.randn(9, 3)), nn.Parameter(torch.randn(9))
     with pytest.raises(ValueError, match=r"the output of '1' .* when the model was first seen"):
         model(torch.randn(5, 3))
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_table_as_it_is_may_be_the_start():
+    net, x = nn.Sequential(nn.Embedding(7, 5), nn.Flatten(), nn.Linear(10, 2)).double(), torch.randint(7, (4, 2))
+    ruled, dense = (Tailored(net, size, adapt=Weights(how=how), steps=2, lr=0.1) for how in ("rules", "vmap"))
+    start = dense.tailor(x)
+    torch.testing.assert_close(ruled.predict(x, ruled.tailor(x, start=start)), dense.predict(x, dense.tailor(x, start=start)))
+
+
+def test_states_are_joined_whatever_their_rank_and_form():
+    def products(rows, rank):
+        return entries.LowRank(((entries.START, torch.randn(rows, rank, 3), torch.randn(rows, rank, 5)),))
+
+    none, two, dense = products(1, 0), products(2, 2), torch.randn(1, 3, 5)
+    joined = entries.cat([none, two])
+    assert isinstance(joined, entries.LowRank)
+    torch.testing.assert_close(joined.dense(), torch.cat([none.dense(), two.dense()]))
+    torch.testing.assert_close(entries.cat([none, dense, two]), torch.cat([none.dense(), dense, two.dense()]))
+
+
+def test_a_norm_layer_answers_as_precisely_as_it_does(monkeypatch):
+    """On CUDA autocast lets norm layers answer in float32."""
+    own = F.layer_norm
+    monkeypatch.setattr(F, "layer_norm", lambda x, *args, **kwargs: own(x.float(), *args, **kwargs))
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = net(x)
+        answers = Tailored(net, lambda m, x: m(x).square().sum(1), adapt=Weights("1"), lr=0.0)(x)
+    assert plain.dtype == torch.float32
+    torch.testing.assert_close(answers, plain)

@@ -175,7 +175,7 @@ def _refuse_mixing(classifier: Callable[[Tensor], Tensor]) -> None:
     except ValueError as error:
         raise ValueError(f"an answer would depend on other samples or on chance, and no radius would hold: {error}") from None
     for module in classifier.modules():
-        if isinstance(module, Tailored) and module.adapt.rows(2) != 2:
+        if isinstance(module, Tailored) and module.adapt.shared:
             raise ValueError(
                 f"{module.adapt!r} adapts to a batch as a whole: an answer would depend on other samples, and no radius would hold"
             )

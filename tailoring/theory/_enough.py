@@ -138,7 +138,7 @@ class _Read:
     def evaluate(self, state: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         self.notes.read, self.notes.differentiated = [], False
         with torch.enable_grad():  # whatever the loss differentiates
-            losses = self.model._losses(self.batch, None, 0, {**state})
+            losses = self.model._losses(self.batch, 0, {**state})
         if self.notes.differentiated:
             raise ValueError(
                 "the tailoring loss differentiates the model, so it reads slopes, too; what CN can do to these is not counted here: "
