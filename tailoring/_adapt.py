@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
-from ._bound import Bound
+from ._adapted import AdaptedModel
 from ._casts import Pass, Site, Sited
 from ._channels import ask_layer, channel_dimension, default_names, is_last_hidden
 from ._entries import as_tensor
@@ -57,7 +57,7 @@ class Adapter:
         """The loss of each row of the state, from that of each query."""
         return losses
 
-    def bind(self, model: Bound) -> Bound:
+    def bind(self, model: AdaptedModel) -> AdaptedModel:
         """What the loss is given in place of the model; an adapter may refuse there what it cannot serve."""
         return model
 

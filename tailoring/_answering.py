@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import cmath
 import functools
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ._batch import Batch, Trace, all_finite, finite_rows, rows_where
+from ._batch import Batch, Trace
 from ._fitting import Fitting
 from ._inner import hurry_by_row
 from ._isolate import run_apart
@@ -16,7 +18,7 @@ from ._kernels import may_look
 from ._optimisers import Descent
 from ._sites import WHOLE
 from ._states import State, device_of, rows_of, where
-from ._trees import model_call
+from ._trees import first_tensor, has_fractions, map_tensors, model_call, repeat_rows, tensors
 
 
 class Answering(Fitting):
@@ -27,15 +29,15 @@ class Answering(Fitting):
         if not may_look():
             return self._run(batch, state), None
         out, raised = self._run_where_it_can(batch, state)
-        if all_finite(out):
+        if answer_is_finite(out):
             return out, raised
         rows, where_rows = rows_of(state), batch.places.answer_rows
-        bad = ~finite_rows(out, rows, where_rows).to(device_of(state))
+        bad = ~_finite_rows(out, rows, where_rows).to(device_of(state))
         if bad.any():  # a state may be finite and yet too far out to answer with
             identity = self._identity(batch, rows)
             with torch.no_grad():
                 home = self._run(batch, identity)
-                bad = bad & finite_rows(home, rows, where_rows).to(bad.device)  # else the untailored answer is no better
+                bad = bad & _finite_rows(home, rows, where_rows).to(bad.device)  # else the untailored answer is no better
             bad = bad if raised is None else bad | raised
             if bad.any():
                 out = self._run(batch, where(~bad, state, identity))
@@ -59,7 +61,7 @@ class Answering(Fitting):
         """The model's answers as adapted by the state."""
         args, kwargs = model_call(batch.x)
         with batch.places.kernels or self._plain_kernels():
-            return self._call(batch, state, batch.reuse, False, None, WHOLE, args, kwargs)
+            return self._call(batch, state, False, None, WHOLE, args, kwargs)
 
     def _rescued(self, batch: Batch) -> Any:
         """The answers, those of rows that failed untailored, without a look at any number: for compiled code, which need not wait then."""
@@ -70,8 +72,8 @@ class Answering(Fitting):
         if not batch.places.answers_by_row:
             return out  # then what is not finite in it is looked at from outside
         home, where_rows, rows = self._answer(batch, start)[0], batch.places.answer_rows, rows_of(start)
-        worse = ~finite_rows(out, rows, where_rows) & finite_rows(home, rows, where_rows)
-        return rows_where(~worse, out, home, where_rows)
+        worse = ~_finite_rows(out, rows, where_rows) & _finite_rows(home, rows, where_rows)
+        return _rows_where(~worse, out, home, where_rows)
 
     def _trace(self, batch: Batch) -> Trace:
         fit = self._fit(batch, record=True)
@@ -81,3 +83,32 @@ class Answering(Fitting):
         steps, stopped, failed, *losses = per_query
         once = () if batch.reuse is None else tuple(name for name in batch.reuse.names if name in batch.reuse.used)
         return Trace(prediction, torch.stack(losses), steps, stopped, failed, fit.state, batch.sites, once)
+
+
+def answer_is_finite(out: Any) -> bool:
+    """Surely so if it says so: a sum may overflow."""
+    return all([cmath.isfinite(t.sum().item()) for t in tensors(out) if has_fractions(t)])  # noqa: C419 - a list takes less time
+
+
+def _finite_rows(out: Any, rows: int, dimensions: Mapping[int, int | None]) -> Tensor:
+    """(rows,): whether all numbers of the row are finite, in all tensors that have rows; `dimensions` says where."""
+    found = [(t.detach(), dim) for t, dim in _with_dimensions(out, dimensions) if dim is not None and has_fractions(t)]
+    checks = [t.movedim(dim, 0).reshape(rows, -1).isfinite().all(1) for t, dim in found if t.shape[dim] % rows == 0]
+    return torch.stack(checks).all(0) if checks else torch.ones(rows, dtype=torch.bool, device=first_tensor(out).device)
+
+
+def _rows_where(rows: Tensor, yes: Any, no: Any, dimensions: Mapping[int, int | None]) -> Any:
+    """The `rows` of `yes`, and the others of `no`, in all tensors, each of which has rows, those of a query in a row."""
+    pairs = iter(zip(tensors(no), _with_dimensions(yes, dimensions), strict=True))
+
+    def choose(t: Tensor) -> Tensor:
+        instead, (_, dim) = next(pairs)
+        assert dim is not None
+        mask = repeat_rows(rows, t.shape[dim] // len(rows)).view([-1 if d == dim else 1 for d in range(t.ndim)])
+        return torch.where(mask, t, instead)
+
+    return map_tensors(choose, yes)
+
+
+def _with_dimensions(out: Any, dimensions: Mapping[int, int | None]) -> list[tuple[Tensor, int | None]]:
+    return [(t, dimensions.get(place, 0) if t.ndim else None) for place, t in enumerate(tensors(out))]

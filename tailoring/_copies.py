@@ -17,11 +17,16 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from ._bound import is_mapped
+from ._adapted import is_mapped
 from ._kernels import may_look
 from ._recurrent import in_plain_operations, unrolled_layers
 from ._sites import Reading, StandIn, alone, intercepted
 from ._trees import copies_per_query, tensors
+
+_OF_ONE_QUERY = (
+    "the model's answer holds a {}, in which with weights for each query is what one of them has left: do without it (use_cache=False of "
+    "a transformer), or register its class with torch.utils._pytree"
+)
 
 
 def call_with_copies(
@@ -41,19 +46,14 @@ def call_with_copies(
     first: of the tensors of the input under -1, -2, ..., of those of the output under 0, 1, ...; None: all queries share the tensor. With
     `forward` that is run, in place of the module's call with its hooks.
     """
-    if reading.method != "__call__":
-        raise ValueError(f"the loss calls the method {reading.method!r}, which cannot run with copies of the weights: make it a submodule")
-    if parametrize._cache_enabled:
-        raise ValueError("within torch.nn.utils.parametrize.cached() every query would have the weights that are cached: leave that block")
+    _refuse(reading, args, kwargs)
     queries = next(iter(changes.values())).shape[0]
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if any(isinstance(leaf, nn.utils.rnn.PackedSequence) for leaf in (*args, *kwargs.values())):
-        raise ValueError("a recurrent layer with weights for each query takes padded sequences, not packed ones")
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     dims = {place: rows.get(-1 - i, 0) for i, place in enumerate(numbers) if leaves[place].ndim}
     places = [place for place, dim in dims.items() if dim is not None]
     grouped = [_by_query(leaves[place], dims[place] or 0, queries) for place in places]
-    found: list[Any] = []  # the output's structure, told by the run itself
+    found: list[Any] = []  # the output's structure, told by the run itself: vmap hands tensors back, not trees
     shared_out = {leaf for leaf, dim in rows.items() if leaf >= 0 and dim is None}
 
     def one(own: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:
@@ -61,12 +61,7 @@ def call_with_copies(
         for place, t in zip(places, inputs, strict=True):
             filled[place] = t.movedim(0, dims[place] or 0)
         own_args, own_kwargs = pytree.tree_unflatten(filled, spec)
-        placed = {place: own[name] for place, name in slots.items()}
-        if forward is None:
-            out = reading(model, lambda module: functional_call(module, placed, own_args, own_kwargs, tie_weights=False))
-        else:
-            bare = _Bare(model, in_plain_operations(model, forward))
-            out = functional_call(bare, {f"model.{place}": t for place, t in placed.items()}, own_args, own_kwargs, tie_weights=False)
+        out = _with_weights(model, reading, forward, {place: own[name] for place, name in slots.items()}, own_args, own_kwargs)
         flat, out_spec = pytree.tree_flatten(out)
         found.append((flat, out_spec))
         if not tensors(flat):
@@ -92,10 +87,23 @@ def call_with_copies(
     return pytree.tree_unflatten([next(outputs) if isinstance(t, Tensor) else t for t in flat], out_spec)
 
 
-_OF_ONE_QUERY = (
-    "the model's answer holds a {}, in which with weights for each query is what one of them has left: do without it (use_cache=False of "
-    "a transformer), or register its class with torch.utils._pytree"
-)
+def _refuse(reading: Reading, args: Any, kwargs: Any) -> None:
+    if reading.method != "__call__":
+        raise ValueError(f"the loss calls the method {reading.method!r}, which cannot run with copies of the weights: make it a submodule")
+    if parametrize._cache_enabled:
+        raise ValueError("within torch.nn.utils.parametrize.cached() every query would have the weights that are cached: leave that block")
+    if any(isinstance(leaf, nn.utils.rnn.PackedSequence) for leaf in (*args, *kwargs.values())):
+        raise ValueError("a recurrent layer with weights for each query takes padded sequences, not packed ones")
+
+
+def _with_weights(
+    model: nn.Module, reading: Reading, forward: Callable[..., Any] | None, weights: dict[str, Tensor], args: Any, kwargs: Any
+) -> Any:
+    """The reading with these weights, by their places in the submodule that it runs; or `forward` in place of the module's call."""
+    if forward is None:
+        return reading(model, lambda module: functional_call(module, weights, args, kwargs, tie_weights=False))
+    bare = _Bare(model, in_plain_operations(model, forward))
+    return functional_call(bare, {f"model.{place}": t for place, t in weights.items()}, args, kwargs, tie_weights=False)
 
 
 def _not_by_row(outputs: list[Tensor], shared: set[int]) -> ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,37 +12,23 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from . import _states as states
-from ._adapt import Adapter
-from ._apart import MixingError, UnfitLossError, are_apart
-from ._batch import Batch, Fit, Starts, better
-from ._bound import Bound
+from ._apart import UnfitLossError
+from ._batch import Batch
 from ._inner import Backprop, Keep, Moment, descend, hurry
 from ._isolate import infinite_elsewhere, run_apart
 from ._kernels import may_look
+from ._losing import Losing
 from ._optimisers import Descent, Rule
-from ._places import Places, Placing
+from ._places import Places
 from ._recompute import recomputed
-from ._reuse import Reuse
-from ._sites import Reading
-from ._states import State, compact, device_of, rows_of, where
-from ._trees import as_call, first_other, take_rows, tensors, told, versions
+from ._states import State, compact, device_of, is_small, rows_of, where
+from ._trees import first_other, first_tensor, take_rows, tensors, versions
 from ._untouched import untouched
-from ._validate import check_losses, refuse_mixing_modules
+from ._validate import refuse_mixing_modules
 
-Loss = Callable[..., Tensor]  # loss(model, x) -> (queries,)
-
-
-_CALLED = (
-    "The tailoring loss {!r} was called as loss(model, x), with the adapted model and {}; it gets no labels and no prediction, and sets no "
-    "attribute of the model"
-)
 _TRANSFORMED = (
     "tailoring: torch.func cannot transform a Tailored, which differentiates by torch.autograd itself. torch.autograd.grad and backward() "
     "go through it, by its weights and by its inputs"
-)
-_CHANGES = (
-    "the tailoring loss {} changes the query in place (x[...] = ..., x += ...), so every step, and the answer, would see another one: let "
-    "it make a new tensor"
 )
 
 
@@ -59,10 +46,9 @@ def _freed(state: State) -> list[bool]:
     return found
 
 
-class Fitting(Placing):
+class Fitting(Losing):
     """The part of `Tailored` that fits a state to a `Batch`; the settings are told there."""
 
-    adapt: Adapter
     rule: Rule
     steps: int
     backprop: Backprop
@@ -76,24 +62,6 @@ class Fitting(Placing):
     def _is_plain(self) -> bool:
         """Plain gradient descent: what fails stays so, hence all numbers can be looked at in the end."""
         return isinstance(self.rule, Descent) and self.rule.is_plain and self.keep == "last" and self.stop is None
-
-    @property
-    def loss(self) -> Loss:
-        return self.tailoring.loss
-
-    @property
-    def _name_of_loss(self) -> str:
-        return getattr(self.loss, "__name__", type(self.loss).__name__)
-
-    def _identity(self, batch: Batch, rows: int) -> State:
-        """The state that answers as an untailored model does: the adapter's identity, or the learned start."""
-        learned, device = self.tailoring, tensors(batch.x)[0].device
-        state = self.adapt.init(self.net, batch.places.sited.sites, rows, device)
-        if not learned.wants_start:
-            return state
-        if not learned.start:
-            learned.set_start(self.adapt.init(self.net, batch.places.sited.sites, 1, device))
-        return learned.start_for(rows, state)
 
     def _moments(self, batch: Batch, only_last: bool = False) -> Iterator[Moment]:
         """The inner loop on a batch, watching that nothing it still needs is changed between two steps."""
@@ -149,38 +117,6 @@ class Fitting(Placing):
             return compute()
         return recomputed(compute, lambda: [*self.parameters(), *self.buffers(), *tensors((batch.x, batch.seeds))], device_of(state))
 
-    def _losses(self, batch: Batch, step: int, state: State, taps: Any = None, keep: bool | None = None) -> Tensor:
-        """The tailoring loss for each row of the state."""
-        x, reuse = batch.x, batch.reuse
-        compiling = is_dynamo_compiling()
-        keep = reuse is not None and not compiling if keep is None else keep
-        run = functools.partial(self._call, batch, state, reuse, keep, taps)
-        args, kwargs = as_call(x)
-        once = None if reuse is None else functools.partial(reuse.once, keep=keep)
-        if reuse is not None:
-            reuse.begin()
-        with batch.places.kernels or self._plain_kernels():
-            bound = Bound(self.net, run, x, batch.seeds, step, keep=once, shares=batch.rescued)
-            model = self.adapt.bind(bound)
-            if compiling:
-                losses = self.loss(model, *args, **kwargs)
-            else:
-                asked = batch.places.asked
-                before = None if asked.leaves_query else versions(x)
-                try:
-                    losses = self.loss(model, *args, **kwargs)
-                except (TypeError, AttributeError) as error:  # how one looks that was written for other arguments
-                    error.add_note(_CALLED.format(self._name_of_loss, told(x)))
-                    raise
-                if before is not None and before != versions(x):
-                    raise UnfitLossError(_CHANGES.format(self._name_of_loss))
-                asked.leaves_query = True
-        check_losses(losses, batch.queries)
-        unknown = batch.queries > 1 and not compiling and not batch.places.asked.keeps_apart
-        if unknown and losses.requires_grad and may_look():
-            self._ask_whether_apart(batch, losses, state, taps)
-        return self.adapt.reduce(losses)
-
     def _try_loss(self, x: Any, places: Places) -> None:
         """The loss of two queries, once for compiled code, in which no value can be looked at."""
         if places.asked.keeps_apart or places.asked.fails_in_two or self.adapt.shared:
@@ -204,25 +140,6 @@ class Fitting(Placing):
         except ValueError:
             return True
         return False
-
-    def _ask_whether_apart(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
-        """Raise if one query's loss depends on another's state. Asked once for each kind of input."""
-        adapted = [t for t in (*states.numbers(state), *getattr(taps, "outs", ())) if t.requires_grad]
-        if self.adapt.shared or not adapted:
-            return  # they share a state; or it is only asked how large the loss is
-        apart = are_apart(losses, adapted, batch.x)
-        if apart is False:
-            raise MixingError(self._name_of_loss)
-        batch.places.asked.keeps_apart = apart is True
-
-    def _call(
-        self, batch: Batch, state: State, reuse: Reuse | None, keep: bool, taps: Any, reading: Reading, args: Any, kwargs: Any
-    ) -> Any:
-        """A reading of the model as adapted by the state."""
-        if reuse is None:
-            return self.adapt.call(batch.places.sited, state, reading, args, kwargs, taps)
-        with reuse.serving(keep=keep):
-            return self.adapt.call(batch.places.sited, state, reading, args, kwargs, taps)
 
     def _fitted(self, batch: Batch) -> State:
         first_order = self.backprop == "none" or not torch.is_grad_enabled()
@@ -274,3 +191,40 @@ class Fitting(Placing):
             assert values is not None
             return values
         return infinite_elsewhere(values, rows, rows_of(state))
+
+
+class Starts:
+    """The identity that the last batch started from, kept for the next one like it: a twentieth of a small model's step.
+
+    For loops that neither change their start nor hand it on. Kept are small ones on a CPU: a GPU's streams would have to wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Places, int, State] | None = None
+
+    def kept_for(self, batch: Batch) -> State | None:
+        if self._last is None:
+            return None
+        places, queries, state = self._last
+        return state if places is batch.places and queries == batch.queries and first_tensor(batch.x).is_cpu else None
+
+    def keep(self, batch: Batch, state: State) -> None:
+        if first_tensor(batch.x).is_cpu and is_small(state.values()):
+            self._last = batch.places, batch.queries, state
+
+
+@dataclass(frozen=True)
+class Fit:
+    state: State
+    steps: Tensor
+    stopped: Tensor
+    failed: Tensor
+    losses: list[Tensor]
+
+
+def better(best: tuple[Tensor, State, Tensor] | None, values: Tensor, moment: Moment) -> tuple[Tensor, State, Tensor]:
+    """The best (losses, state, steps) so far, given the losses at one more moment."""
+    if best is None:
+        return values, moment.state, moment.taken
+    wins = values < best[0]
+    return torch.where(wins, values, best[0]), where(wins, moment.state, best[1]), torch.where(wins, moment.taken, best[2])

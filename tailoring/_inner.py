@@ -70,23 +70,24 @@ def descend(
     memory = rule.init(moved)
     taken = torch.zeros(states.rows_of(base), dtype=torch.int64, device=states.device_of(base))
     failed = stopped = taken > 0
-    raised = False
+    has_raised = False
     yield Moment(base, home or base, None, taken, failed, stopped)
     for step in range(steps):
         before, base = base, start()
-        here = reached if backprop != "last" and base is before else states.add(base, moved)
-        here = states.where(~failed, here, base) if raised else here  # else the same rows would raise again
+        point = reached if backprop != "last" and base is before else states.add(base, moved)
+        point = states.where(~failed, point, base) if has_raised else point  # else the same rows would raise again
         asked = backprop == "all" or (backprop == "last" and (step == steps - 1 or not only_last))
         graph = asked and torch.is_grad_enabled()
-        values, grads, some = _try_gradient(gradient, here, step, graph)
-        raised = raised or some
+        values, grads, raised = _try_gradient(gradient, point, step, graph)
+        has_raised = has_raised or raised
         fine = values.isfinite()
-        if graph or not rule.passes_on:
+        looks = graph or not rule.moves_tell  # at the gradients
+        if looks:
             fine = fine & states.finite(grads)
         if graph and may_look() and not bool(fine.all()):
-            grads = _gradients_of(fine, grads, gradient, here, step)
+            grads = _gradients_of(fine, grads, gradient, point, step)
         values = torch.where(fine, values.detach(), torch.inf)
-        if graph or not rule.passes_on:
+        if looks:
             grads = states.where(fine, grads)
         if not rule.searches or step == 0:
             failed = failed | ~fine

@@ -34,8 +34,8 @@ class Rule(Protocol):
     differentiable: bool
 
     @property
-    def passes_on(self) -> bool:
-        """Whether what is not finite in a gradient is not finite in its move either, and harms no other: a look at the moves will do."""
+    def moves_tell(self) -> bool:
+        """Whether a gradient that is not finite makes the move of its own row not finite, and of no other: a look at the moves will do."""
         ...
 
     def init(self, moved: State) -> Any: ...
@@ -82,10 +82,11 @@ class Descent:
     @property
     def is_plain(self) -> bool:
         """Whether a step is -lr * grad, the lr being numbers."""
-        return not (self.momentum or self.clip or self.proximal) and (type(self.lr) is float or self.passes_on)
+        numbers = type(self.lr) is float or self.moves_tell  # the first is quickly asked, and nearly always so
+        return numbers and not (self.momentum or self.clip or self.proximal)
 
     @property
-    def passes_on(self) -> bool:
+    def moves_tell(self) -> bool:
         """With numbers for lr. One that is learned has grad for its derivative, and 0 * inf = nan."""
         rates = self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]
         return not any(isinstance(rate, Tensor) for rate in rates)
@@ -181,7 +182,7 @@ class Functional:
     general = False
     searches = False
     differentiable = True
-    passes_on = False
+    moves_tell = False
 
     def __init__(self, optimizer: Any):
         if isinstance(optimizer, type):
@@ -217,7 +218,7 @@ class LBFGS:
     general = False
     searches = True
     differentiable = False
-    passes_on = False
+    moves_tell = False
 
     def __init__(self, *, first_step: float = 1.0, history: int = 10, armijo: float = 1e-4):
         if not (first_step > 0 and history > 0 and 0 < armijo < 1):

@@ -13,14 +13,16 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _states as states
 from ._adapt import CN, Adapter
-from ._answering import Answering
-from ._batch import Batch, Starts, Trace, all_finite, in_inference_mode, leaves_inference_mode
-from ._bound import Bound
+from ._adapted import AdaptedModel
+from ._answering import Answering, answer_is_finite
+from ._batch import Batch, Trace
 from ._compiled import Compiled
-from ._fitting import Loss
+from ._fitting import Starts
 from ._inner import Backprop, Keep
 from ._kernels import Structure, allowed_by_dynamo, may_look, structure_of
 from ._learned import Learned
+from ._losing import TailoringLoss
+from ._modes import in_inference_mode, leaves_inference_mode
 from ._optimisers import LBFGS, Descent, Functional, Rates
 from ._places import Places, kind_of
 from ._recurrent import make_traceable
@@ -58,7 +60,7 @@ class Tailored(Answering):
     def __init__(
         self,
         net: nn.Module,
-        loss: Loss,
+        loss: TailoringLoss,
         *,
         adapt: Adapter | None = None,
         steps: int = 1,
@@ -116,7 +118,7 @@ class Tailored(Answering):
             return self._untailored(x)
         if self.compile_options is not None and may_look() and not torch.is_grad_enabled():
             out, sure = self._compiled_answer(x)
-            if sure or all_finite(out):
+            if sure or answer_is_finite(out):
                 return out  # else let the guards of eager mode look at it
         answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
         return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
@@ -137,16 +139,16 @@ class Tailored(Answering):
         check_state(state, self._identity(batch, 1))
         return self._keeping_little(lambda: self._answer(batch, state), batch, state)[0]
 
-    def adapted(self, x: Any, state: State) -> Bound:
+    def adapted(self, x: Any, state: State) -> AdaptedModel:
         """The model with a state from before, as a loss is given it: its features, methods and submodules, at `x` or `queries * k` rows."""
         batch = Batch(x, count_rows(x), self._find_places(x))
         check_state(state, self._identity(batch, 1))
 
         def run(reading: Reading, args: Any, kwargs: Any) -> Any:
             with self._plain_kernels():
-                return self._call(batch, state, None, False, None, reading, args, kwargs)
+                return self._call(batch, state, False, None, reading, args, kwargs)
 
-        return self.adapt.bind(Bound(self.net, run, x, None, self.steps))
+        return self.adapt.bind(AdaptedModel(self.net, run, x, None, self.steps))
 
     @leaves_inference_mode
     def trace(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> Trace:

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from . import _entries as entries
 from . import _states as states
 from ._adapt import Adapter, Evaluate
-from ._bound import Bound
+from ._adapted import AdaptedModel
 from ._casts import Pass, Site, Sited
 from ._copies import call_with_copies
 from ._doubt import doubt
@@ -95,7 +95,7 @@ class Weights(Adapter):
         warnings.warn(f"Weights runs all of this model under torch.func.vmap, exactly but slowly: {reason}", stacklevel=2)
         return whole
 
-    def bind(self, model: Bound) -> Bound:
+    def bind(self, model: AdaptedModel) -> AdaptedModel:
         return (_OneByOne if self.how == "loop" else _OwnWeights).of(model)
 
     def _chosen(self, model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
@@ -253,7 +253,7 @@ def _for_all(t: Tensor, rows: int) -> Tensor:
     return t.expand(rows, *t.shape[1:])
 
 
-class _OwnWeights(Bound):
+class _OwnWeights(AdaptedModel):
     """A bound model that does not give away shared weights as if they were the query's own."""
 
     __slots__ = ()
@@ -263,7 +263,7 @@ class _OwnWeights(Bound):
         if isinstance(value, nn.Parameter) or name in ("parameters", "named_parameters", "state_dict"):
             what = f"the weight {name!r} itself" if isinstance(value, nn.Parameter) else f"weights by {name}()"
             raise ValueError(f"the tailoring loss reads {what}, but every query has its own: use the model's outputs")
-        if not isinstance(value, Bound) and any(map(self._is_of_one, tensors(value))):
+        if not isinstance(value, AdaptedModel) and any(map(self._is_of_one, tensors(value))):
             raise ValueError(
                 f"the tailoring loss reads {name!r}, which the model sets while it runs: with copies of its weights that is what one query "
                 "left there. Let the model return it, or read it with model.output_of"
@@ -274,7 +274,7 @@ class _OwnWeights(Bound):
     def _is_of_one(t: Tensor) -> bool:
         return transformed(t)  # by vmap, which has ended
 
-    def _below(self, name: str, module: nn.Module) -> Bound:
+    def _below(self, name: str, module: nn.Module) -> AdaptedModel:
         return type(self).of(super()._below(name, module))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._adapt import CN, Adapter, Evaluate, Shift
-from ._bound import Bound
+from ._adapted import AdaptedModel
 from ._casts import Site, Sited
 from ._kernels import may_look
 from ._sites import Reading
@@ -31,14 +31,14 @@ class Output(Shift):
     def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:
         return tuple(replace(site, key=f"output{site.key}") for site in super().sites(model, x))
 
-    def bind(self, model: Bound) -> Bound:
+    def bind(self, model: AdaptedModel) -> AdaptedModel:
         return _AnswersOnly.of(model)
 
     def __repr__(self) -> str:
         return "Output()"
 
 
-class _AnswersOnly(Bound):
+class _AnswersOnly(AdaptedModel):
     """A bound model that refuses whatever an offset of the prediction cannot reach."""
 
     __slots__ = ()
@@ -57,7 +57,7 @@ class _AnswersOnly(Bound):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        other = value is not self and (isinstance(value, Bound) or callable(value))
+        other = value is not self and (isinstance(value, AdaptedModel) or callable(value))
         return self._refuse(f"uses {name!r}") if other else value
 
     def _below(self, name: str, module: nn.Module) -> NoReturn:
@@ -88,7 +88,7 @@ class Shared(Adapter):
     def reduce(self, losses: Tensor) -> Tensor:
         return losses.mean(0, keepdim=True)
 
-    def bind(self, model: Bound) -> Bound:
+    def bind(self, model: AdaptedModel) -> AdaptedModel:
         return self.adapter.bind(model)
 
     def sites(self, model: nn.Module, x: Any) -> tuple[Site, ...]:

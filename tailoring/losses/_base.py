@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._bound import Bound
+from .._adapted import AdaptedModel
 from .._trees import first_tensor
 
 Features = str | Callable[..., Tensor] | None  # a module's name, a function features(model, x), or None: the prediction
@@ -17,7 +17,7 @@ Features = str | Callable[..., Tensor] | None  # a module's name, a function fea
 
 def of_model(model: Any, module: nn.Module) -> Any:
     """A module that a loss holds: as adapted, if it is one of the model's."""
-    return model._part(module) if isinstance(model, Bound) else module
+    return model._part(module) if isinstance(model, AdaptedModel) else module
 
 
 class Loss(nn.Module):

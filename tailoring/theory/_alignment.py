@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _states as states
-from .._batch import leaves_inference_mode
+from .._modes import leaves_inference_mode
 from .._outer import TaskLoss
 from .._places import Asked
 from .._states import State

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._adapt import CN, Adapter
-from .._batch import Batch, leaves_inference_mode
-from .._bound import Bound
+from .._adapted import AdaptedModel
+from .._batch import Batch
 from .._entries import in_parts
-from .._tailored import Loss, Tailored
+from .._losing import TailoringLoss
+from .._modes import leaves_inference_mode
+from .._tailored import Tailored
 from .._taps import has_tangent, transformed
 from .._trees import count_rows, has_fractions, take_rows, tensors
 from .._weights import Weights
@@ -71,7 +73,7 @@ class Enough:
         return "\n".join(lines)
 
 
-def enough(net: nn.Module, loss: Loss, x: Any, *, adapt: Adapter | None = None, weights: Adapter | None = None) -> Enough:
+def enough(net: nn.Module, loss: TailoringLoss, x: Any, *, adapt: Adapter | None = None, weights: Adapter | None = None) -> Enough:
     """Is CN enough for this model, this tailoring loss and these queries, or are there changes that only Weights can make?
 
         J = d(numbers that the loss reads from the model) / d(state),      rank J,      |P_J g|^2 / |g|^2
@@ -94,11 +96,11 @@ def enough(net: nn.Module, loss: Loss, x: Any, *, adapt: Adapter | None = None, 
 
 
 @leaves_inference_mode
-def _all(net: nn.Module, loss: Loss, x: Any, adapt: Adapter, weights: Adapter) -> list[tuple[float | bool, ...]]:
+def _all(net: nn.Module, loss: TailoringLoss, x: Any, adapt: Adapter, weights: Adapter) -> list[tuple[float | bool, ...]]:
     return [_one(net, loss, take_rows(x, slice(i, i + 1)), adapt, weights) for i in range(count_rows(x))]
 
 
-def _one(net: nn.Module, loss: Loss, query: Any, adapt: Adapter, weights: Adapter) -> tuple[float | bool, ...]:
+def _one(net: nn.Module, loss: TailoringLoss, query: Any, adapt: Adapter, weights: Adapter) -> tuple[float | bool, ...]:
     own, all_weights = _Read(net, loss, query, adapt), _Read(net, loss, query, weights)
     rank, share, condition = own.describe(own.jacobian)
     weights_rank, weights_share, _ = own.describe(all_weights.jacobian)
@@ -110,7 +112,7 @@ def _one(net: nn.Module, loss: Loss, query: Any, adapt: Adapter, weights: Adapte
 class _Read:
     """The numbers that a loss reads from an adapted model for one query, and how they depend on the state."""
 
-    def __init__(self, net: nn.Module, loss: Loss, query: Any, adapt: Adapter):
+    def __init__(self, net: nn.Module, loss: TailoringLoss, query: Any, adapt: Adapter):
         self.notes = _Notes()
         self.model = Tailored(net, _noting(loss, self.notes), adapt=adapt)
         places = self.model._find_places(query)
@@ -209,10 +211,10 @@ class _Notes:
         self.differentiated = True
 
 
-def _noting(loss: Loss, notes: _Notes) -> Loss:
+def _noting(loss: TailoringLoss, notes: _Notes) -> TailoringLoss:
     """The same loss; all floating-point numbers that it reads from the model are noted, those that it asks for twice once."""
 
-    def noted(model: Bound, *args: Any, **kwargs: Any) -> Tensor:
+    def noted(model: AdaptedModel, *args: Any, **kwargs: Any) -> Tensor:
         asked: list[tuple[Any, Any, Any]] = []
 
         def run(reading: Any, given: Any, named: Any) -> Any:
@@ -226,7 +228,7 @@ def _noting(loss: Loss, notes: _Notes) -> Loss:
                     notes.add(t)
             return out
 
-        return loss(Bound(*model._bound._replace(run=run, keep=None, shares=False)), *args, **kwargs)
+        return loss(AdaptedModel(*model._bound._replace(run=run, keep=None, shares=False)), *args, **kwargs)
 
     return noted
 

@@ -34,7 +34,7 @@ def _is_one_of(t: Tensor, queries: Tensor) -> bool:
     return not is_mapped(queries) and t.shape in (queries.shape[1:], (1, *queries.shape[1:]))
 
 
-class _InTurn(list["Bound"]):
+class _InTurn(list["AdaptedModel"]):
     """Several modules of a Sequential."""
 
     def __call__(self, x: Any) -> Any:
@@ -44,7 +44,7 @@ class _InTurn(list["Bound"]):
 
 
 class Binding(NamedTuple):
-    """What a `Bound` knows."""
+    """What a `AdaptedModel` knows."""
 
     module: nn.Module
     run: Callable[[Reading, Any, Any], Any]
@@ -56,7 +56,7 @@ class Binding(NamedTuple):
     shares: bool = False
 
 
-class Bound:
+class AdaptedModel:
     """Called like the model, it answers as adapted by the state. On `queries * k` rows each query's state serves k rows.
 
     Submodules and methods are reached as ever (`model.encoder(x)`, `model.blocks[0](x)`) and run with the same state.
@@ -70,8 +70,8 @@ class Bound:
         self._bound = Binding(*binding, **settings)
 
     @classmethod
-    def of(cls, other: Bound) -> Self:
-        """The same model, as this kind of `Bound`."""
+    def of(cls, other: AdaptedModel) -> Self:
+        """The same model, as this kind of `AdaptedModel`."""
         return cls(*other._bound)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ class Bound:
     def __len__(self) -> int:
         return len(cast(Any, self._bound.module))
 
-    def _child(self, module: nn.Module) -> Bound:
+    def _child(self, module: nn.Module) -> AdaptedModel:
         return self._below(next(name for name, child in self._bound.module.named_children() if child is module), module)
 
     def _listed(self, how: str) -> Iterator[Any]:
@@ -186,6 +186,6 @@ class Bound:
         named = [(name, self._below(name, module) if name else self) for name, module in every]
         return iter(named if how in ("items", "named_children", "named_modules") else [bound for _, bound in named])
 
-    def _below(self, name: str, module: nn.Module) -> Bound:
+    def _below(self, name: str, module: nn.Module) -> AdaptedModel:
         path = f"{self._bound.path}.{name}" if self._bound.path else name
-        return Bound(*self._bound._replace(module=module, path=path))
+        return AdaptedModel(*self._bound._replace(module=module, path=path))
