@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,12 +16,17 @@ import pytest
 import torch
 
 from tailoring.__main__ import main
+from tailoring.experiments import _contrastive_report as contrastive_report
+from tailoring.experiments import _pendulum_report as pendulum_report
+from tailoring.experiments import _toy_report as toy_report
 from tailoring.experiments import contrastive, pendulum, planets, smoothing, toy
+from tailoring.experiments._cache import write_whole
 from tailoring.experiments._nbody import System
 from tailoring.experiments._report import Estimate, Table
 from tailoring.experiments._rows import Rows, read, read_folder
 
 pytestmark = pytest.mark.usefixtures("seeded")
+COMMITTED = Path(__file__).parents[1] / "docs" / "experiments"
 
 
 def test_weights_from_before_the_first_row_are_told_of(tmp_path, capsys):
@@ -221,3 +230,92 @@ def test_rows_of_other_settings_are_refused_whichever_it_is_that_differs(experim
         (tmp_path / "rows.jsonl").write_text(changed + '\n{"kind": "result"}\n')
         with nullcontext() if name in experiment.Config.HOW else pytest.raises(ValueError, match=f"results of another config .{name}"):
             Rows(tmp_path, "it", config)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tailoring.experiments import toy
+from tailoring.experiments._rows import Rows
+rows = Rows(Path(sys.argv[1]), "toy", toy.quick())
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_process_cannot_write_into_a_folder(tmp_path, capfd):
+    """Until the first ends, however it ends; a process that was forked by it does not hold the folder in its place."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "holds\n"
+            before = (tmp_path / "rows.jsonl").read_bytes()
+            assert main(["run", "toy", "--quick", "--out", str(tmp_path)]) == 1
+            said = capfd.readouterr().err
+            assert f"error: another process (pid {process.pid} on " in said
+            assert f"is writing into {tmp_path}: " in said
+            assert (tmp_path / "rows.jsonl").read_bytes() == before
+            assert len(list(read(tmp_path / "rows.jsonl"))) == 2  # reading is free
+        finally:
+            process.send_signal(signal.SIGKILL)
+    Rows(tmp_path, "toy", toy.quick())
+
+
+def test_a_process_may_open_its_rows_again_and_leaves_the_folder_free(tmp_path):
+    first, second = Rows(tmp_path, "x", Settings()), Rows(tmp_path, "x", Settings())
+    first.add(kind="result")
+    descriptor = first._lock.file.fileno()
+    assert not os.get_inheritable(descriptor)  # what it starts does not keep the folder
+    other = [sys.executable, "-c", HOLDER.replace("time.sleep(600)", ""), str(tmp_path)]
+    del first
+    refused = subprocess.run(other, capture_output=True, text=True)  # the second still holds it
+    assert f"another process (pid {os.getpid()} on " in refused.stderr
+    child = os.fork()
+    if not child:  # holds nothing; would it still, the parent's end would not free the folder
+        try:
+            os.fstat(descriptor)
+            os._exit(1)
+        except OSError:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    del second
+    (tmp_path / "rows.jsonl").unlink()
+    assert subprocess.run(other, capture_output=True, text=True).stdout == "holds\n"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    rows = Rows(tmp_path, "x", Settings())
+    rows.path = Path("/dev/full")
+    with pytest.raises(OSError, match=r"cannot write /dev/full \(No space left"):
+        rows.add(kind="result")
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(OSError, match=r"cannot write .*report\.html \(Is a directory"):
+        write_whole(tmp_path / "report.html", b"")
+
+
+def test_a_field_that_a_row_lacks_is_told_with_its_place(tmp_path, capsys):
+    lines = (COMMITTED / "toy" / "rows.jsonl").read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "result")
+    lines[place] = json.dumps({**json.loads(lines[place]), "setting": {"eps": 1.0}})
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", "toy", "--out", str(tmp_path)]) == 1
+    assert f"error: {tmp_path / 'rows.jsonl'}, line {place + 1}: the row lacks the field 'grid'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("experiment", "made"),
+    [
+        (toy, lambda rows: toy_report._tables(toy_report.Results(rows))),
+        (pendulum, lambda rows: pendulum_report.tables(pendulum_report.Results(rows))),
+        (contrastive, lambda rows: contrastive_report.tables(contrastive_report.Results(rows))),
+    ],
+)
+def test_a_result_that_stands_twice_counts_once(experiment, made, tmp_path):
+    """As two processes that wrote at once, before a folder was locked, have left them: the last one counts."""
+    name = experiment.__name__.rpartition(".")[2]
+    rows = read_folder(COMMITTED / name, name)
+    new = [row for row in rows if row["kind"] not in ("config", "session")]
+    same = ("setting", "training", "seeds", "way", "at", "label", "name", "variant", "views", "trained", "lr", "lrs")
+    old = [json.loads(json.dumps(row).replace("0.", "0.0")) | {name: row[name] for name in same if name in row} for row in new]
+    assert old != new
+    assert made([rows[0], *old, *new]) == made(rows)

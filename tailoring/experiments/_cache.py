@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,24 @@ def make_folder(folder: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Write under another name, then rename: whoever reads `path` finds all of it or the version before."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with telling(path):
+        try:
+            with part.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def telling(path: Path) -> Iterator[None]:
+    """An error of the system says which file it was: that of a full disk does not."""
     try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        raise OSError(f"cannot write {path} ({error.strerror or error})") from error
 
 
 def _seal(tensors: dict[str, Tensor], settings: str) -> bytes:

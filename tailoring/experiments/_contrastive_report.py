@@ -10,7 +10,7 @@ from ._contrastive_figures import pictures
 from ._contrastive_plan import Variant
 from ._contrastive_results import Setting, best, best_decays, best_of_image, settings
 from ._report import Estimate, Table, about, write
-from ._rows import Row, read_folder
+from ._rows import Row, last_of_each, read_folder
 
 PAPER_GAIN = (0.5, 0.8)  # points, caption of Figure 4
 PAPER_ROTATION = 80.5  # % of test images, App.
@@ -31,9 +31,13 @@ METHODS = {
 }
 
 
+ONCE = ("encoder", "plain-choice", "rotation", "ttt", "cn")
+KEYS = {"choice": ("variant", "views"), "result": ("trained",), "cn-choice": ("lr",), **dict.fromkeys(ONCE, ())}
+
+
 class Results:
     def __init__(self, rows: Sequence[Row]):
-        self.rows, self.config = list(rows), rows[0]["config"]
+        self.rows, self.config = last_of_each(rows, KEYS), rows[0]["config"]
         self.labels: list[int] = self.config["labels"]
         self.methods: dict[str, list[list[float]]] = {}  # [labels][seed]
         for row in self.of("result"):
@@ -271,6 +275,6 @@ def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
     results = Results(read_folder(folder, "contrastive"))
     made = tables(results)
-    write(folder, "Contrastive tailoring: Figure 4 and TTT", about(results.rows), made, pictures(results))
+    write(folder, "Contrastive tailoring: Figure 4 and TTT", about(results.rows), made, lambda: pictures(results))
     said = verdict(results)
     return "\n\n".join([table.text() for table in made] + ([said] if said else []))

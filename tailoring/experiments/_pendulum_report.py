@@ -11,7 +11,7 @@ from typing import Any
 
 from ._pendulum_figures import pictures
 from ._report import Table, about, write
-from ._rows import Row, read_folder
+from ._rows import Row, last_of_each, read_folder
 
 COLUMNS = ("method", "one-step", "train", "test", "energy", "dH/dt", "below HNN", "setting")
 NOTE = (
@@ -21,11 +21,15 @@ NOTE = (
 )
 
 
+JOB = ("training", "seeds", "way", "at")
+KEYS = {"result": JOB, "curve": (*JOB, "label"), "training": ("name",), "data": ()}
+
+
 class Results:
     """Result rows, asked by what they hold."""
 
     def __init__(self, rows: Iterable[Row]):
-        self.rows = list(rows)
+        self.rows = last_of_each(rows, KEYS)
         self.config: Row = self.rows[0]["config"]
         self.title = self.config["motion"].capitalize()
         self.results = [r for r in self.rows if r["kind"] == "result"]
@@ -245,5 +249,5 @@ def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
     results = Results(read_folder(folder, "pendulum"))
     made = tables(results)
-    write(folder, "Pendulum: Figure 3", about(results.rows), made, pictures(results.rows))
+    write(folder, "Pendulum: Figure 3", about(results.rows), made, lambda: pictures(results.rows))
     return "\n\n".join(table.text() for table in made)

@@ -7,19 +7,35 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ._cache import make_folder, write_whole
+from ._cache import make_folder, telling, write_whole
+from ._lock import lock_folder
 
 Row = dict[str, Any]
 # Fields that say how to compute, not what, of configs from before these said so themselves
 HOW_BEFORE = {"out", "data", "only", "at_once", "chunk", "cn_chunk", "accelerator", "devices", "strategy", "compile"}
+
+
+class _Found(dict):
+    """A row of a file, or a part of one, that says where it lies when it is asked for a field that it lacks."""
+
+    def __init__(self, where: str, fields: Row):
+        super().__init__(fields)
+        self.where = where
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"{self.where}: the row lacks the field {name!r}; mend it or take it out (nothing was changed)")
+
+    def __reduce__(self) -> Any:
+        return _Found, (self.where, dict(self))
 
 
 class Rows:
@@ -27,11 +43,13 @@ class Rows:
 
     The first row holds the experiment's name and config; every session of the run adds one with its commit, versions and device. A config
     names in `HOW` those of its fields that say how to compute and not what. `sha256` tells the content of what some of its paths lead to:
-    where it is known, it is compared in place of the path. A file without results, beside no trainings, is written anew.
+    where it is known, it is compared in place of the path. A file without results, beside no trainings, is written anew. As long as the
+    object lives no other process can open the folder to write.
     """
 
     def __init__(self, folder: Path, experiment: str, config: Any, device: str = "cpu", *, sha256: dict[str, str] | None = None):
         make_folder(folder)
+        self._lock = lock_folder(folder)  # before the rows are read, which another process may be about to write
         self.path = folder / "rows.jsonl"
         head = {"kind": "config", "experiment": experiment, "config": _plain(asdict(config)), "how": sorted(config.HOW)}
         if sha256:
@@ -51,7 +69,7 @@ class Rows:
 
     def add(self, **row: Any) -> None:
         """Append a row; it is on the disk when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with telling(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -75,7 +93,7 @@ def read(path: Path) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_hook=partial(_Found, f"{path}, line {number}"))
             except ValueError:  # no JSON, or no text
                 if number == len(lines):  # only a line that was not finished may be broken
                     return
@@ -111,6 +129,15 @@ def read_folder(folder: Path, experiment: str | None = None) -> list[Row]:
         if not has_results(rows):
             raise ValueError(f"{folder} holds no results of {experiment} yet: run it first, or give the folder of a run with --out")
     return rows
+
+
+def last_of_each(rows: Iterable[Row], names: Mapping[str, Sequence[str]]) -> list[Row]:
+    """The rows, but of those of a kind that agree in the fields `names` only the last, in the first one's place: a result counts once."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        wanted = names.get(row["kind"])
+        found[json.dumps(row if wanted is None else [row["kind"], *(row[name] for name in wanted)], sort_keys=True)] = row
+    return list(found.values())
 
 
 def has_results(rows: Iterable[Row]) -> bool:

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from ._report import Picture, Table, about, new_figure, write
-from ._rows import Row, read_folder
+from ._rows import Row, last_of_each, read_folder
 
 
 class Results:
     def __init__(self, rows: list[Row]):
-        self.rows, self.config = rows, rows[0]["config"]
+        self.rows = last_of_each(rows, {"result": ("setting",), "linear": (), "check": ()})
+        self.config = rows[0]["config"]
         self.radii: list[float] = self.config["radii"]
-        self.lines = next((r for r in rows if r["kind"] == "linear"), None)
-        self.check = next((r for r in rows if r["kind"] == "check"), None)
+        self.lines = next((r for r in self.rows if r["kind"] == "linear"), None)
+        self.check = next((r for r in self.rows if r["kind"] == "check"), None)
 
     def found(self, **wanted: Any) -> list[Row]:
         """The results whose settings are the paper's but for these."""
@@ -110,5 +111,6 @@ def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
     results = Results(read_folder(folder, "toy"))
     made = _tables(results)
-    write(folder, "Toy adversarial example: the appendix's figure", about(results.rows), made, [_boundaries(results), _attack(results)])
+    title = "Toy adversarial example: the appendix's figure"
+    write(folder, title, about(results.rows), made, lambda: [_boundaries(results), _attack(results)])
     return "\n\n".join(table.text() for table in made)
