@@ -55,6 +55,19 @@ def test_a_report_that_cannot_be_written_is_shown(tmp_path, capsys):
     assert "error: the figures and the page were not written: " in shown.err
 
 
+def test_a_figure_that_cannot_be_drawn_costs_no_table(tmp_path, capsys, monkeypatch):
+    (tmp_path / "rows.jsonl").write_bytes((ROOT / "docs" / "experiments" / "toy" / "rows.jsonl").read_bytes())
+
+    def fails(_results):
+        raise ValueError("Data cannot be log-scaled.")
+
+    monkeypatch.setattr("tailoring.experiments._toy_report._attack", fails)
+    assert main(["report", "toy", "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "best line for that radius" in shown.out
+    assert "error: the figures and the page were not written: ValueError: Data cannot be log-scaled." in shown.err
+
+
 def test_a_reader_that_has_seen_enough_is_no_error():
     command = f"{sys.executable} -m tailoring --help | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import signal
@@ -385,6 +386,18 @@ def test_the_tables_in_the_docs_are_those_of_the_committed_rows(run):
         rows = [line for line in table.markdown().splitlines() if line.startswith("| ")]
         assert len(rows) > 2
         assert not [line for line in rows if line not in page]
+
+
+@pytest.mark.parametrize("kinds", [("curve", "result"), ("curve",)])
+def test_a_report_of_what_diverged_has_its_tables(tmp_path, kinds):
+    rows = list(read(Path(__file__).parents[1] / "docs" / "experiments" / "pendulum" / "rows.jsonl"))
+    for found in rows:
+        if found["kind"] in kinds:
+            found.update({name: [math.inf] * len(found[name]) for name in ("train", "test", "energy", "error") if name in found})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
+    assert ("10 of 10 diverged" in pendulum.report(tmp_path)) == ("result" in kinds)
+    drawn = {path.stem for path in tmp_path.glob("*.svg")}
+    assert drawn == (set() if "result" in kinds else {"sweep", "lengths"})
 
 
 @pytest.mark.parametrize("run", ["", "spring"])

@@ -1,7 +1,8 @@
-"""Figure 3 and the sweep from no to full conservation."""
+"""Figure 3 and the sweep from no to full conservation. A curve without one finite value is left out: a log axis has no place for it."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,13 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
     return [p for p in made if p is not None]
 
 
+def _finite(values: Sequence[float]) -> bool:
+    return any(map(math.isfinite, values))
+
+
 def _courses(rows: Sequence[Row]) -> Picture | None:
     """Figure 3: error and energy along the test prediction."""
-    found = [r for r in rows if r["kind"] == "curve"]
+    found = [r for r in rows if r["kind"] == "curve" and _finite(r["error"])]
     if not found:
         return None
     figure, (left, right) = new_figure(11, 4.2, columns=2)
@@ -35,7 +40,7 @@ def _courses(rows: Sequence[Row]) -> Picture | None:
 def _sweep(rows: Sequence[Row]) -> Picture | None:
     """Test and training loss against how much of the baseline's drift of energy is taken away."""
     found = [r for r in rows if r["kind"] == "result" and r["at"] == r["training"]["iterations"]]
-    softened = [r["training"]["labels"] for r in found if r["way"]["how"] == "project"]
+    softened = [r["training"]["labels"] for r in found if r["way"]["how"] == "project" and _finite(r["test"])]
     kinds = [labels for labels in ("forward", "central", "through") if labels in softened]
     if not kinds:
         return None
@@ -45,7 +50,7 @@ def _sweep(rows: Sequence[Row]) -> Picture | None:
         _projection(ax, [r for r in mine if r["way"]["how"] == "project"])
         for kind, color, text in (("mlp", "tab:gray", "baseline"), ("hnn", "tab:red", "HNN")):
             plain = [r for r in mine if r["way"]["how"] == "plain" and r["training"]["kind"] == kind]
-            if plain:
+            if plain and math.isfinite(statistics.fmean(plain[0]["test"])):
                 ax.axhline(statistics.fmean(plain[0]["test"]), color=color, linestyle=":", label=f"{text}, test")
         ax.set(xlabel="share of the drift of energy taken away", ylabel="long-term squared error", yscale="log", title=f"{labels} labels")
         ax.legend(frameon=False, fontsize=7)
@@ -54,7 +59,7 @@ def _sweep(rows: Sequence[Row]) -> Picture | None:
 
 
 def _projection(ax: Any, rows: Sequence[Row]) -> None:
-    rows = sorted(rows, key=lambda r: r["way"]["amount"])
+    rows = sorted((r for r in rows if _finite(r["test"]) and _finite(r["train"])), key=lambda r: r["way"]["amount"])
     amounts = [r["way"]["amount"] for r in rows]
     for part, color in (("test", "tab:blue"), ("train", "tab:orange")):
         ax.plot(amounts, [statistics.fmean(r[part]) for r in rows], ".-", color=color, label=f"soft projection, {part}")
@@ -86,11 +91,13 @@ def _lengths(rows: Sequence[Row]) -> Picture | None:
         ]
         one = next(((r["training"], r["seeds"]) for r in mine if r["at"] < r["training"]["iterations"]), None)
         mine = sorted((r for r in mine if (r["training"], r["seeds"]) == one), key=lambda r: r["at"])
-        if len(mine) > 1:
+        if len(mine) > 1 and _finite([statistics.median(r["test"]) for r in mine]):
             at = [r["at"] for r in mine]
             ax.semilogy(at, [statistics.median(r["test"]) for r in mine], ".-", label=label)
             ax.fill_between(at, [min(r["test"]) for r in mine], [max(r["test"]) for r in mine], alpha=0.12)
             drawn += 1
+    if not drawn:
+        return None
     ax.set(xlabel="training iterations", ylabel="long-term test error, median and range of seeds")
     ax.legend(frameon=False, fontsize=8)
-    return Picture("lengths", "The length of training (forward labels).", figure) if drawn else None
+    return Picture("lengths", "The length of training (forward labels).", figure)

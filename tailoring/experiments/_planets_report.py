@@ -222,10 +222,10 @@ def _within(shown: dict[int, str], steps: int) -> dict[int, str]:
 def report(folder: Path) -> str:
     """Write figures and the page beside the rows; the tables as text."""
     results = Results(read_folder(folder, "planets"))
-    made, drawn = tables(results), pictures(results)
+    made = tables(results)
     if not made:
         return "These rows hold no inductive network yet, so there is nothing to compare with."
-    write(folder, "Planets: Table 1 and Figure 2", about(results.rows), made, drawn)
+    write(folder, "Planets: Table 1 and Figure 2", about(results.rows), made, lambda: pictures(results))
     return "\n\n".join([table.text() for table in made] + [verdict(made[0])])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,12 +118,13 @@ class NotWrittenError(OSError):
         self.tables = tables
 
 
-def write(folder: Path, title: str, about: str, tables: Sequence[Table], pictures: Sequence[Picture]) -> list[Path]:
+def write(folder: Path, title: str, about: str, tables: Sequence[Table], draw: Callable[[], Sequence[Picture]]) -> list[Path]:
     """The figures as PNG and SVG, and one HTML page that holds everything."""
     try:
-        return _written(folder, title, about, tables, pictures)
-    except OSError as error:
-        raise NotWrittenError(str(error), "\n\n".join(table.text() for table in tables)) from None
+        return _written(folder, title, about, tables, draw())
+    except Exception as error:  # whatever a figure cannot draw, the tables took the time
+        why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise NotWrittenError(why, "\n\n".join(table.text() for table in tables)) from error
 
 
 def _written(folder: Path, title: str, about: str, tables: Sequence[Table], pictures: Sequence[Picture]) -> list[Path]:

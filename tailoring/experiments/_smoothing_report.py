@@ -161,5 +161,5 @@ def report(folder: Path) -> str:
     made = tables(results)
     if not results.found:
         return "\n\n".join([*(table.text() for table in made), "No image is certified yet."])
-    write(folder, "Certified robustness: Tables 2 to 5", about(results.rows), made, _pictures(results))
+    write(folder, "Certified robustness: Tables 2 to 5", about(results.rows), made, lambda: _pictures(results))
     return "\n\n".join(table.text() for table in made)
