@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ._adapted import AdaptedModel
 from ._casts import Pass, Site, Sited
-from ._channels import ask_layer, channel_dimension, default_names, is_last_hidden
+from ._channels import ask_layer, channel_dimension, comes_second, default_names, is_last_hidden
 from ._entries import as_tensor
 from ._inner import differentiate
 from ._sites import WHOLE, Around, At, Reading, check_at, describe, matching
@@ -111,6 +111,10 @@ class Adapter:
         """The losses at a state, (rows,), and the gradient of their sum; `step` is (which, of how many)."""
         return differentiate(evaluate, state, graph)
 
+    def unseen_weight(self, model: nn.Module, losses: Tensor, state: State, taps: Any) -> tuple[str | None, bool]:
+        """A weight that these losses use where the adapter does not see it, or None; and whether their graph could tell."""
+        return None, True
+
     def edit(self, out: Tensor, site: Site, state: State) -> Tensor:
         raise NotImplementedError
 
@@ -189,12 +193,17 @@ class CN(Adapter):
                 return gamma * out + beta
             return torch.addcmul(beta, gamma, out)  # one operation, but a derivative of more; and compiled passes must be alike to merge
         assert site.rows is not None
-        if out.shape[site.channels] != gamma.shape[1]:
-            raise ValueError(_changed(site, f"has {out.shape[site.channels]} channels", f"had {gamma.shape[1]}"))
+        channels = site.channels
+        if out.ndim != site.dims:  # the loss calls a layer with more rows in more dimensions
+            if not site.channels_last or site.rows != 0 or out.ndim < 2:
+                raise ValueError(_changed(site, f"has {out.ndim} dimensions", f"had {site.dims}"))
+            channels = out.ndim - 1
+        if out.shape[channels] != gamma.shape[1]:
+            raise ValueError(_changed(site, f"has {out.shape[channels]} channels", f"had {gamma.shape[1]}"))
         rows = out.shape[site.rows]
         copies = copies_per_query(rows, gamma.shape[0], f"output of {site.module!r}")
         shape = [1] * out.ndim
-        shape[site.rows], shape[site.channels] = rows, gamma.shape[1]
+        shape[site.rows], shape[channels] = rows, gamma.shape[1]
         gamma, beta = (repeat_rows(t, copies).reshape(shape) for t in (gamma, beta))  # (queries, C) -> (queries * copies, 1, C, 1)
         return (gamma * out + beta).to(out.dtype)  # gamma_k h_k(x) + beta_k, Sec. 4
 
@@ -258,10 +267,13 @@ def _site(s: Seen, seen: list[Seen], modules: dict[str, nn.Module], channels: in
     dim = channel_dimension(s, seen, modules, ask) if channels is None else channels % len(s.shape)
     if dim == s.rows:
         raise ValueError(f"dimension {dim} of the output of {s.name!r} holds the queries and cannot hold the channels too")
+    last = dim == len(s.shape) - 1 if channels is None else channels < 0
+    last = last and not comes_second(s, seen, modules)
     calls = 1 + max(other.call for other in seen if other.name == s.name)
     key = s.name if calls == 1 else f"{s.name}:{s.call}"
     names = f"{key}.gamma", f"{key}.beta"
-    return Site(key, s.name, s.call, s.leaf, s.rows, dim, (s.shape[dim],), _state_dtype(s), calls=calls, names=names)
+    place = {"dims": len(s.shape), "channels_last": last}
+    return Site(key, s.name, s.call, s.leaf, s.rows, dim, (s.shape[dim],), _state_dtype(s), calls=calls, names=names, **place)
 
 
 def _owned(s: Seen, key: str) -> Site:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,22 +26,38 @@ class MixingError(UnfitLossError):
         )
 
 
-def are_apart(losses: Tensor, adapted: list[Tensor], x: Any) -> bool | None:
-    """Whether no query's loss has a gradient in another's rows of what is adapted; None if these queries cannot tell.
+def all_cuts(queries: int) -> range:
+    """The queries are cut in two by each bit of their numbers, so any two of them are apart in one of the cuts."""
+    return range((queries - 1).bit_length())
 
-    The queries are cut in two by each bit of their numbers, so any two of them are apart in one of the cuts.
-    """
+
+def are_apart(losses: Tensor, adapted: list[Tensor], x: Any, cuts: Iterable[int]) -> bool | None:
+    """Whether no query's loss has a gradient in the rows of one beyond a cut, of all that is adapted; None if these cannot tell."""
     if first_other(x) is None:
         return None  # a mean over queries that are alike has no gradient
     rows = torch.arange(len(losses), device=losses.device)
-    for bit in range((len(losses) - 1).bit_length()):
+    for bit in cuts:
         half = (rows >> bit) % 2 == 0
         for own, others in ((half, ~half), (~half, half)):
             # not of losses[own], which would save an index where a checkpoint counts what is saved
             grads = torch.autograd.grad(losses, adapted, own.to(losses.dtype), retain_graph=True, allow_unused=True)
-            found = [g for g in grads if g is not None]
-            if not all(bool(g.isfinite().all()) for g in found):
+            found = [_sizes(g) for g in grads if g is not None]
+            if not all(bool(sizes.isfinite().all()) for sizes in found):
                 return None
-            if any(bool((g.reshape(len(g), -1) != 0).any(1)[others.to(g.device)].any()) for g in found):
+            inside = [float(sizes[own.to(sizes.device)].max()) for sizes in found]
+            beyond = [float(sizes[others.to(sizes.device)].max()) for sizes in found]
+            if any(b > _rounding(g) * i for b, i, g in zip(beyond, inside, (g for g in grads if g is not None), strict=True)):
                 return False
+            if not any(inside):
+                return None  # a head that begins at zero, say, lets nothing through
     return True
+
+
+def _sizes(g: Tensor) -> Tensor:
+    """(rows,): the largest number of each."""
+    return g.reshape(len(g), -1).abs().amax(1)
+
+
+def _rounding(g: Tensor) -> float:
+    """A part of the gradient that may be left of what cancels (the batch's largest value, subtracted before `exp` and added again)."""
+    return min(100 * torch.finfo(g.dtype).eps, 0.03)

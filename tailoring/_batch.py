@@ -59,5 +59,5 @@ class Batch(NamedTuple):
         each = self.queries // total
         own = rows if each == 1 else (rows[:, None] * each + torch.arange(each, device=rows.device)).flatten()
         x, seeds = take_rows((self.x, self.seeds), own)
-        places = self.places._replace(asked=Asked(leaves_query=True, keeps_apart=True))
+        places = self.places._replace(asked=Asked(enough=True))
         return Batch(x, len(own), places, seeds)

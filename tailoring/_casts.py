@@ -32,6 +32,8 @@ class Site:
     parts: tuple[tuple[str, tuple[tuple[int, int | None], ...]], ...] = ()  # of a whole model with copies: `all_rows` of its modules
     calls: int = 1  # how often the module runs in one forward pass
     copied: bool = False  # of a parameter: the module has no rule, and runs with a copy of its weights for each query
+    dims: int = 0  # of that tensor, when it was first seen
+    channels_last: bool = False  # whatever other dimensions it has
     names: tuple[str, ...] = ()  # in the state, of what an adapter keeps here: to put them together at every call takes its time
 
 

@@ -80,6 +80,12 @@ def channel_dimension(s: Seen, seen: list[Seen], modules: dict[str, nn.Module], 
     return dim
 
 
+def comes_second(s: Seen, seen: list[Seen], modules: dict[str, nn.Module]) -> bool:
+    """Whether the channels of (queries, channels) are in the second dimension, further ones following, rather than in the last."""
+    layers = [modules[o.name] for o in (s, *reversed(seen[: seen.index(s)])) if len(o.shape) == len(s.shape) == 2]
+    return next((isinstance(m, _CHANNELS_SECOND) for m in layers if isinstance(m, (*_CHANNELS_SECOND, *_CHANNELS_LAST))), False)
+
+
 def _known_channels(s: Seen, module: nn.Module) -> int | None:
     if isinstance(module, _CHANNELS_SECOND):
         return 1

@@ -47,6 +47,8 @@ def call_with_copies(
     `forward` that is run, in place of the module's call with its hooks.
     """
     _refuse(reading, args, kwargs)
+    if not loop:
+        _refuse_hooks_on_gradients(model)
     queries = next(iter(changes.values())).shape[0]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -94,6 +96,15 @@ def _refuse(reading: Reading, args: Any, kwargs: Any) -> None:
         raise ValueError("within torch.nn.utils.parametrize.cached() every query would have the weights that are cached: leave that block")
     if any(isinstance(leaf, nn.utils.rnn.PackedSequence) for leaf in (*args, *kwargs.values())):
         raise ValueError("a recurrent layer with weights for each query takes padded sequences, not packed ones")
+
+
+def _refuse_hooks_on_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ValueError(
+                f"module {name or 'itself'!r} has a hook on its gradients, which torch.func.vmap leaves out: use Weights(..., how='loop'), "
+                "or remove the hook while tailoring"
+            )
 
 
 def _with_weights(

@@ -22,7 +22,7 @@ from ._optimisers import Descent, Rule
 from ._places import Places
 from ._recompute import recomputed
 from ._states import State, compact, device_of, is_small, rows_of, where
-from ._trees import first_other, first_tensor, take_rows, tensors, versions
+from ._trees import count_rows, first_other, first_tensor, take_rows, tensors, versions
 from ._untouched import untouched
 from ._validate import refuse_mixing_modules
 
@@ -118,21 +118,24 @@ class Fitting(Losing):
         return recomputed(compute, lambda: [*self.parameters(), *self.buffers(), *tensors((batch.x, batch.seeds))], device_of(state))
 
     def _try_loss(self, x: Any, places: Places) -> None:
-        """The loss of two queries, once for compiled code, in which no value can be looked at."""
-        if places.asked.keeps_apart or places.asked.fails_in_two or self.adapt.shared:
+        """The loss of two queries, or of all if it wants more, once for compiled code, in which no value can be looked at."""
+        asked = places.asked
+        if asked.looks or asked.fails or self.adapt.shared:
             return
         other = first_other(x)
         if other is None or self._mixes_by_itself():
             return  # asked another time, or refused when it is called
-        pair = Batch(take_rows(x, torch.tensor([0, other])), 2, places)
-        start = self._identity(pair, self.adapt.rows(2))  # first: a learned start has its shape from then on
-        with untouched(self):  # the loss may have buffers, too
-            try:
-                self._gradient(pair, start, None, 0, False)
-            except UnfitLossError:
-                raise
-            except Exception:
-                places.asked.fails_in_two = True
+        for some in (take_rows(x, torch.tensor([0, other])), x):
+            batch = Batch(some, count_rows(some), places)
+            start = self._identity(batch, batch.queries)  # first: a learned start has its shape from then on
+            with untouched(self):  # the loss may have buffers, too
+                try:
+                    self._gradient(batch, start, None, 0, False)
+                    return
+                except UnfitLossError:
+                    raise
+                except Exception:  # to be raised when it is called
+                    asked.fails = some is x
 
     def _mixes_by_itself(self) -> bool:
         try:
@@ -146,7 +149,8 @@ class Fitting(Losing):
         if self.steps > 0 and self._is_plain and first_order and may_look() and isinstance(self.rule, Descent):
             kept = batch.start if batch.start is not None else self._starts.kept_for(batch)
             start = self._identity(batch, self.adapt.rows(batch.queries)) if kept is None else kept
-            state = hurry(functools.partial(self._gradient, batch), start, self.rule.rates, self.steps)
+            warm = batch.start is not None
+            state = hurry(functools.partial(self._gradient, batch), start, self.rule.rates, self.steps, moved=warm)
             if state is not None:
                 if kept is None and self.adapt.constant_start and not self.tailoring.wants_start:
                     self._starts.keep(batch, start)  # now, that it is known to be sound

@@ -59,7 +59,7 @@ def descend(
 
     A row's loss depends on its own row of the state only, so one gradient serves them all. What is carried is how far each row
     has *moved*: the start is asked for afresh at every step, so it may train, or be trained, in between. `home` is where a row
-    that failed goes (by default its start).
+    that failed goes, of a warm start (else to its start).
 
     `backprop` says which inner gradients an outer gradient sees: none of them (constants), the last one, or all. It matters only
     while the caller has gradients enabled; each step reads that afresh, and no mode leaks out to the caller at a yield. If `only_last`
@@ -78,7 +78,7 @@ def descend(
         point = states.where(~failed, point, base) if has_raised else point  # else the same rows would raise again
         asked = backprop == "all" or (backprop == "last" and (step == steps - 1 or not only_last))
         graph = asked and torch.is_grad_enabled()
-        values, grads, raised = _try_gradient(gradient, point, step, graph)
+        values, grads, raised = _try_gradient(gradient, point, step, graph, moved=step > 0 or home is not None)
         has_raised = has_raised or raised
         fine = values.isfinite()
         looks = graph or not rule.moves_tell  # at the gradients
@@ -107,7 +107,7 @@ def descend(
         yield Moment(reached, home or base, values, taken, failed, stopped)
 
 
-def hurry(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> State | None:
+def hurry(gradient: Gradient, state: State, rates: RatesAt, steps: int, *, moved: bool = False) -> State | None:
     """What `descend` comes to by plain gradient descent, at first order, if all goes well: nothing is looked at on the way.
 
     None if a number was not finite somewhere, or a loss refused what a step had led to (a distribution its parameters), which is rare:
@@ -122,8 +122,8 @@ def hurry(gradient: Gradient, state: State, rates: RatesAt, steps: int) -> State
             seen.append(values)
     except Exception as error:
         if bool(states.finite(state).all()) and all(bool(values.isfinite().all()) for values in seen):
-            if not seen:
-                raise  # at the start, so it is the user's
+            if not seen and not moved:
+                raise  # at the identity, so it is the user's
             rows_that_run(error, lambda rows, some: gradient(some, rows, len(seen), False), state)  # raises if that is all
         return None
     return state if states.all_finite([*seen, *states.numbers(state)]) else None
@@ -163,13 +163,13 @@ def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor
     return states.add(moved, states.where(moving & sound, move)), memory, sound
 
 
-def _try_gradient(gradient: Gradient, state: State, step: int, graph: bool) -> tuple[Tensor, State, bool]:
+def _try_gradient(gradient: Gradient, state: State, step: int, graph: bool, *, moved: bool) -> tuple[Tensor, State, bool]:
     """The losses and their gradient, and whether some rows raised: their losses are infinite."""
 
     def run(rows: Tensor | None, state: State) -> tuple[Tensor, State]:
         return gradient(state, rows, step, graph)
 
-    found, rows = run_apart(run, state, moved=step > 0)
+    found, rows = run_apart(run, state, moved=moved)
     if rows is None:
         assert found is not None
         return *found, False

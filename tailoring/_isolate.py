@@ -39,7 +39,7 @@ def rows_that_run(error: Exception, run: Callable[[Tensor, State], object], stat
 
     They are halved in a fixed disorder: if no query runs of some hundreds that come from everywhere, none does.
     """
-    if not _may_be_of_some(error):
+    if not may_be_of_some(error):
         raise error
     total = rows_of(state)
     everyone = torch.randperm(total, generator=torch.Generator().manual_seed(0)).to(device_of(state))
@@ -69,6 +69,6 @@ def infinite_elsewhere(values: Tensor | None, rows: Tensor, total: int) -> Tenso
     return values.new_full((total,), torch.inf).index_copy(0, rows, values)
 
 
-def _may_be_of_some(error: Exception) -> bool:
+def may_be_of_some(error: Exception) -> bool:
     """Whether some queries' numbers may have raised it. Mistakes in the code, too little memory, a checkpoint's control flow have not."""
     return isinstance(error, _BY_NUMBERS) and not isinstance(error, NotImplementedError | torch.OutOfMemoryError)

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from . import _states as states
 from ._adapt import Adapter
 from ._adapted import AdaptedModel
-from ._apart import MixingError, UnfitLossError, are_apart
+from ._apart import MixingError, UnfitLossError, all_cuts, are_apart
 from ._batch import Batch
 from ._kernels import may_look
 from ._places import Placing
@@ -31,6 +31,13 @@ _CHANGES = (
     "the tailoring loss {} changes the query in place (x[...] = ..., x += ...), so every step, and the answer, would see another one: let "
     "it make a new tensor"
 )
+
+
+_UNSEEN = (
+    "the tailoring loss {} uses the weight {!r} otherwise than by a call of its module (in a method, or a part that borrows it), where no "
+    "query's own weights go: let it call the module, adapt with Weights(how='vmap'), or leave that weight out"
+)
+_LOOKS = 8  # passes that are looked at
 
 
 class Losing(Placing):
@@ -68,9 +75,8 @@ class Losing(Placing):
             bound = AdaptedModel(self.net, run, batch.x, batch.seeds, step, keep=once, shares=batch.rescued)
             losses = self._ask(self.adapt.bind(bound), batch)
         check_losses(losses, batch.queries)
-        unknown = batch.queries > 1 and not batch.places.asked.keeps_apart
-        if unknown and losses.requires_grad and may_look():
-            self._ask_whether_apart(batch, losses, state, taps)
+        if not batch.places.asked.enough and losses.requires_grad and may_look():
+            self._look_at_graph(batch, losses, state, taps)
         return self.adapt.reduce(losses)
 
     def _ask(self, model: Any, batch: Batch) -> Tensor:
@@ -78,27 +84,37 @@ class Losing(Placing):
         args, kwargs = as_call(batch.x)
         if is_dynamo_compiling():
             return self.loss(model, *args, **kwargs)
-        asked = batch.places.asked
-        before = None if asked.leaves_query else versions(batch.x)
+        before = versions(batch.x)
         try:
             losses = self.loss(model, *args, **kwargs)
         except (TypeError, AttributeError) as error:  # how one looks that was written for other arguments
             error.add_note(_CALLED.format(self._name_of_loss, told(batch.x)))
             raise
-        if before is not None and before != versions(batch.x):
+        if before != versions(batch.x):
             raise UnfitLossError(_CHANGES.format(self._name_of_loss))
-        asked.leaves_query = True
         return losses
 
-    def _ask_whether_apart(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
-        """Raise if one query's loss depends on another's state. Asked once for each kind of input."""
+    def _look_at_graph(self, batch: Batch, losses: Tensor, state: State, taps: Any) -> None:
+        """Raise if one query's loss depends on another's state, or uses a weight where the adapter does not see it.
+
+        Asked of the first passes for each kind of input: thoroughly once, then by one cut each, since a term may be zero at first.
+        """
+        asked = batch.places.asked
         adapted = [t for t in (*states.numbers(state), *getattr(taps, "outs", ())) if t.requires_grad]
-        if self.adapt.shared or not adapted:
-            return  # they share a state; or it is only asked how large the loss is
-        apart = are_apart(losses, adapted, batch.x)
+        if not adapted:
+            return  # it is only asked how large the loss is
+        if not asked.sees_weights:
+            unseen, asked.sees_weights = self.adapt.unseen_weight(self.net, losses, state, taps)
+            if unseen is not None:
+                raise UnfitLossError(_UNSEEN.format(self._name_of_loss, unseen))
+        if self.adapt.shared or batch.queries == 1 or asked.looks >= _LOOKS:
+            return
+        cuts = all_cuts(batch.queries)
+        apart = are_apart(losses, adapted, batch.x, cuts if asked.looks == 0 else [asked.looks % len(cuts)])
         if apart is False:
             raise MixingError(self._name_of_loss)
-        batch.places.asked.keeps_apart = apart is True
+        asked.looks += apart is True
+        asked.enough = asked.sees_weights and asked.looks >= _LOOKS
 
     def _call(self, batch: Batch, state: State, keep: bool, taps: Any, reading: Reading, args: Any, kwargs: Any) -> Any:
         """A reading of the model as adapted by the state."""

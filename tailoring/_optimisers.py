@@ -172,7 +172,7 @@ def _check_rate(rate: Rate) -> None:
     )
     if not all(isinstance(number, Real) for number in numbers):
         raise TypeError(f"lr must be a number, or one for each step, not {rate!r}")
-    if not all(number >= 0 for number in numbers):
+    if not isinstance(rate, torch.nn.Parameter) and not all(number >= 0 for number in numbers):  # what is learned may go anywhere
         raise ValueError(f"lr must not be negative, but it is {rate}")
 
 

@@ -31,9 +31,10 @@ Known = TypeVar("Known")
 class Asked:
     """What is known of the tailoring loss, once it has been asked."""
 
-    leaves_query: bool = False  # it does not change the query in place
-    keeps_apart: bool = False  # no query's value depends on another's state
-    fails_in_two: bool = False  # it knows of the whole batch, or fails there, too, so a trial on two queries tells nothing
+    looks: int = 0  # how many of its graphs were found to keep the queries' states apart
+    sees_weights: bool = False  # it uses the adapted weights only where the adapter sees them
+    enough: bool = False
+    fails: bool = False  # on trial, for compiled code
 
 
 class Places(NamedTuple):

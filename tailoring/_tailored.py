@@ -19,6 +19,7 @@ from ._batch import Batch, Trace
 from ._compiled import Compiled
 from ._fitting import Starts
 from ._inner import Backprop, Keep
+from ._isolate import may_be_of_some
 from ._kernels import Structure, allowed_by_dynamo, may_look, structure_of
 from ._learned import Learned
 from ._losing import TailoringLoss
@@ -120,8 +121,7 @@ class Tailored(Answering):
             out, sure = self._compiled_answer(x)
             if sure or answer_is_finite(out):
                 return out  # else let the guards of eager mode look at it
-        answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
-        return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
+        return self._eager_answer(x)
 
     @leaves_inference_mode
     def tailor(self, x: Any, *, start: State | None = None, seeds: Tensor | None = None) -> State:
@@ -233,6 +233,10 @@ class Tailored(Answering):
         with alone():
             return self.net(*args, **kwargs)
 
+    def _eager_answer(self, x: Any) -> Any:
+        answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
+        return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
+
     def _compiled_answer(self, x: Any) -> tuple[Any, bool]:
         """The answers, and whether the program has already seen to those that fail."""
 
@@ -267,6 +271,8 @@ class Tailored(Answering):
                     for batch in self._batches(x):
                         self._fitted(batch)  # what eager mode refuses, too, is refused with its own words
                     error.add_note(_NOT_COMPILED)
+                elif may_be_of_some(error):
+                    return self._eager_answer(x), True  # which finds out whose it is
                 raise
             return out, self._is_plain and places.answers_by_row
 

@@ -143,6 +143,8 @@ def first_and_another(model: nn.Module, x: Any) -> Any:
     def another(t: Tensor) -> Tensor:
         first = _numbers(t[:1])
         turned = first.flip(-1) if t.ndim > 1 else None  # so that what sends it somewhere, whatever its size, may send it elsewhere
+        if turned is not None and _is_mask(first):
+            turned = _with_one_less(turned)
         if t.is_floating_point() or t.is_complex():
             return torch.cat([first, 1.5 * (first if turned is None else turned) + 0.1])
         return torch.cat([first, t[-1:] if turned is None else turned])
@@ -157,6 +159,17 @@ def first_and_another(model: nn.Module, x: Any) -> Any:
             continue
         return made
     return _first(x, 2)
+
+
+def _is_mask(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex()) and bool(((t == 0) | (t == 1)).all()) and int(t.sum()) > 1
+
+
+def _with_one_less(mask: Tensor) -> Tensor:
+    """Rows of a padded sequence, say, that another query has more of."""
+    mask = mask.clone()
+    mask.view(-1)[int(mask.view(-1).to(torch.uint8).argmax())] = 0
+    return mask
 
 
 def _first(x: Any, times: int) -> Any:

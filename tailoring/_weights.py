@@ -28,6 +28,7 @@ from ._sites import Around, At, Reading, alone, check_at, describe, matching
 from ._states import State
 from ._taps import Tap, Taps, transformed
 from ._trees import count_rows, map_tensors, tensors
+from ._unseen import unseen_weight
 from ._watch import checkpoint_error, refuse_checkpoints, refuse_disorder, watch
 from ._weight_sites import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
 
@@ -120,7 +121,8 @@ class Weights(Adapter):
         model, sites = sited.model, sited.sites
         if self.how != "rules" or _is_whole(sites):
             changes = {name: as_tensor(entry) for name, entry in state.items()}
-            return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=_rows_of(reading, sites[0]))
+            rows = _rows_of(reading, sites[0], by_row=reading.is_part and _have_rows((args, kwargs), states.rows_of(state)))
+            return call_with_copies(model, reading, changes, args, kwargs, loop=self.how == "loop", rows=rows)
         _refuse_looking_inside(reading, sites)
         now, at_work = cast = sited.cast(_stand_in, state)
         now.queries, now.taps, now.given = states.rows_of(state), taps, (args, kwargs)
@@ -145,6 +147,12 @@ class Weights(Adapter):
             return values, {name: as_tensor(g).flatten(2) if name in kernels else g for name, g in grads.items()}
         values, grads, heard = found
         return values, {name: grads[name] if name in free else _collect(name, heard, entry, step) for name, entry in state.items()}
+
+    def unseen_weight(self, model: nn.Module, losses: Tensor, state: State, taps: Taps | None) -> tuple[str | None, bool]:
+        """With the gradient of the shared weights, wherever they are used, the sum of the queries' own is compared."""
+        if self.how != "rules" or taps is None or taps.differentiated or taps.disturbed:
+            return None, self.how != "rules"
+        return unseen_weight(dict(model.named_parameters()), losses, state, taps)
 
 
 Heard = list[tuple[Tap, Tensor]]  # taps, each with the gradient of its outputs
@@ -221,8 +229,9 @@ def _ruled(module: nn.Module, sites: list[Site], now: Pass) -> Around:
     _, rule = found
 
     def around(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if rows is None:  # what all queries share (positions) goes through for each of them
-            args, kwargs = map_tensors(lambda t: _for_all(t, count_rows(now.given)), (args, kwargs))
+        if rows is None and not (_is_given(now.given, (args, kwargs)) and _have_rows(args, now.queries)):
+            whole = count_rows(now.given)  # what all queries share (positions) goes through for each of them
+            args, kwargs = map_tensors(lambda t: _for_all(t, now.queries if whole % now.queries else whole), (args, kwargs))
         return rule(Use(names, rows or 0, now.queries, now.state, tapped, now.taps), forward, module, args, kwargs)
 
     return around
@@ -245,6 +254,11 @@ def _copied(sites: list[Site], now: Pass) -> Around:
             inside[0] = False
 
     return around
+
+
+def _is_given(whole: Any, here: Any) -> bool:
+    """Whether a module is given what the loss has given, which has a row for each query, and not what the model has for all of them."""
+    return [id(t) for t in tensors(here)] == [id(t) for t in tensors(whole)]
 
 
 def _for_all(t: Tensor, rows: int) -> Tensor:
@@ -304,10 +318,17 @@ def _is_whole(sites: tuple[Site, ...]) -> bool:
     return any(s.module == "" and s.copied for s in sites)
 
 
-def _rows_of(reading: Reading, site: Site) -> dict[int, int | None]:
-    """Of a model with copies: the dimensions of the queries in what a part of it is given, and in what is read there."""
+def _have_rows(given: Any, queries: int) -> bool:
+    return all(t.ndim and t.shape[0] % queries == 0 for t in tensors(given))
+
+
+def _rows_of(reading: Reading, site: Site, *, by_row: bool) -> dict[int, int | None]:
+    """Of a model with copies: the dimensions of the queries in what a part of it is given, and in what is read there.
+
+    What the model has for all queries (positions) a loss may give `by_row`, for each.
+    """
     parts = {name: dict(rows) for name, rows in site.parts}
-    here = parts.get(reading.path, {})
+    here = {leaf: 0 if dim is None and by_row else dim for leaf, dim in parts.get(reading.path, {}).items()}
     if reading.below is None:
         return here
     read = parts.get(f"{reading.path}.{reading.below}" if reading.path else reading.below, {})

@@ -432,3 +432,63 @@ def test_the_reference_network_adds_to_its_input():
     x = torch.randn(3, 5)
     assert torch.equal(net(x), x)
     assert names(CN(), net, x) == ["layers.1", "layers.3", "layers.5"]
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("at", ["0", "1"])
+@pytest.mark.parametrize("views", [3, 4])
+def test_more_dimensions_come_before_the_channels(at, views):
+    """Also where there are as many views as channels."""
+    scales = torch.linspace(0.5, 2, views)[:, None]
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+
+    def stacked(model, x):
+        return model(x[:, None] * scales).square().flatten(1).mean(1)
+
+    def flat(model, x):
+        return model((x[:, None] * scales).flatten(0, 1)).unflatten(0, (len(x), -1)).square().flatten(1).mean(1)
+
+    ours, theirs = (Tailored(net, loss, adapt=CN(at), steps=3, lr=0.3)(x) for loss in (stacked, flat))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.usefixtures("seeded")
+def test_fewer_dimensions_leave_the_channels_last():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), torch.randn(5, 6, 3)
+
+    def of_the_mean(model, x):
+        return model[1](model[0](x).mean(1)).square().sum(1)
+
+    model = Tailored(net, of_the_mean, steps=2, lr=0.1)
+    torch.testing.assert_close(model(x)[2:3], model(x[2:3]))
+
+
+@pytest.mark.usefixtures("seeded")
+def test_channels_that_come_second_are_not_looked_for_elsewhere():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval(), torch.randn(5, 3)
+    with pytest.raises(ValueError, match="has 3 dimensions, and had 2"):
+        Tailored(net, lambda m, x: m[1](m[0](x)[..., None]).square().flatten(1).sum(1))(x)
+
+
+class Unpadded(nn.Module):
+    """Tokens without those that are padding, as many as each query has."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x, mask):
+        found = x.new_zeros(*x.shape[:2], 2)
+        return found.masked_scatter(mask[..., None].bool(), self.mlp(x[mask.bool()]))
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64])
+@pytest.mark.parametrize("adapt", [CN("mlp.1"), Weights(), Shift("mlp.1")], ids=repr)
+def test_tokens_that_are_not_equally_many_are_refused_at_the_first_batch(adapt, kind):
+    def loss(model, x, mask):
+        return ((model(x, mask) - 1).square() * mask[..., None]).sum((1, 2))
+
+    mask = (torch.arange(4) < torch.tensor([3, 3])[:, None]).to(kind)
+    with pytest.raises(ValueError, match="not equally many of each"):
+        Tailored(Unpadded(), loss, adapt=adapt)(torch.randn(2, 4, 3), mask)

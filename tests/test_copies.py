@@ -110,3 +110,12 @@ def test_cached_parametrisations_are_refused(adapt):
     with parametrize.cached(), pytest.raises(ValueError, match="leave that block"):
         model(x)
     assert model(x).shape == (5, 3)
+
+
+@pytest.mark.usefixtures("seeded")
+def test_hooks_on_gradients_are_not_left_out():
+    net, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 3)
+    net[2].register_full_backward_hook(lambda _module, given, _out: tuple(g if g is None else g / 2 for g in given))
+    with pytest.raises(ValueError, match="'2' has a hook on its gradients"):
+        Tailored(net, lambda m, x: m(x).square().sum(1), adapt=Weights(how="vmap"))(x)
+    Tailored(net, lambda m, x: m(x).square().sum(1), adapt=Weights(how="loop"))(x)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from nets import drift, mlp, queries
+from nets import drift, mlp, queries, to_one
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -166,3 +167,88 @@ def test_a_large_model_is_tried_as_it_is(monkeypatch):
     net, x = mlp().float(), queries().float()
     sites = Weights().sites(net, x)  # a warning would be an error
     assert {site.how for site in sites} != {"copies"}
+
+
+class TiedBelow(nn.Module):
+    """A weight that is used again, below what begins at zero."""
+
+    def __init__(self, last: nn.Module):
+        super().__init__()
+        self.enc, self.last = nn.Linear(3, 5), last
+
+    def forward(self, x):
+        return self.last(nn.functional.linear(self.enc(x).tanh(), self.enc.weight.T))
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("last", [lambda: nn.Linear(3, 3), lambda: nn.LayerNorm(3)], ids=["head", "norm"])
+def test_what_begins_at_zero_hides_no_weight_used_elsewhere(last):
+    net, x = TiedBelow(last()).double(), torch.randn(5, 3).double()
+    nn.init.zeros_(net.last.weight)
+    with pytest.warns(UserWarning, match="'enc.weight' is used elsewhere"):
+        model = Tailored(net, to_one, adapt=Weights(), steps=3, lr=0.1).prepare(x)
+    torch.testing.assert_close(model(x), model.replace(adapt=Weights(how="loop"))(x))
+
+
+@pytest.mark.usefixtures("seeded")
+def test_double_precision_is_tried_exactly_also_where_it_cannot_be_copied():
+    class Locked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lock, self.first, self.last = threading.Lock(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(self.first(x).tanh()) + 0.001 * self.first.weight.square().sum()
+
+    with pytest.warns(UserWarning, match="'first.weight' is used elsewhere"):
+        Weights().sites(Locked().double(), queries())
+
+
+class Autoencoder(nn.Module):
+    """A decoder that borrows the encoder's weight, which the model's own answer does not."""
+
+    class Decoder(nn.Module):
+        def __init__(self, enc: nn.Linear):
+            super().__init__()
+            self.lent = [enc]
+
+        def forward(self, h):
+            return nn.functional.linear(h, self.lent[0].weight.T)
+
+    def __init__(self):
+        super().__init__()
+        self.enc, self.head = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.dec = self.Decoder(self.enc)
+
+    def encode(self, x):
+        return self.enc(x).tanh()
+
+    def forward(self, x, tied=False):
+        return self.reconstruct(x) if tied else self.head(self.encode(x))
+
+    def reconstruct(self, x):
+        return nn.functional.linear(self.encode(x), self.enc.weight.T)
+
+
+TIED = {
+    "by a method": lambda m, x: (m.reconstruct(x) - x).square().sum(1),
+    "by a part": lambda m, x: (m.dec(m.encode(x)) - x).square().sum(1),
+    "by a flag": lambda m, x: (m(x, tied=True) - x).square().sum(1),
+}
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("loss", TIED.values(), ids=TIED)
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_loss_that_uses_a_weight_elsewhere_is_refused(loss, count):
+    x = torch.randn(count, 3)
+    with pytest.raises(ValueError, match=r"uses the weight 'enc.weight' otherwise than by a call of its module"):
+        Tailored(Autoencoder(), loss, adapt=Weights(), steps=2, lr=0.1)(x)
+    Tailored(Autoencoder(), lambda m, x: m.encode(x).square().sum(1), adapt=Weights("enc"), steps=2, lr=0.1)(x)
+
+
+@pytest.mark.usefixtures("seeded")
+def test_what_a_loss_may_use_elsewhere_runs_with_copies():
+    net, x = Autoencoder().double(), torch.randn(4, 3).double()
+    copies, loop = (Tailored(net, TIED["by a flag"], adapt=Weights(how=how), steps=2, lr=0.1)(x) for how in ("vmap", "loop"))
+    torch.testing.assert_close(copies, loop)

@@ -214,7 +214,7 @@ class Ours(torch.overrides.TorchFunctionMode):
 
 def test_a_mode_hears_of_the_inner_gradient():
     model, x = Tailored(mlp(), lambda m, x: m(x).square().sum(1), adapt=CN(nn.Tanh), steps=2), queries()
-    expected = model(x)
+    expected = [model(x) for _ in range(4)][-1]  # at first it is asked whether the loss keeps the queries apart
     with Ours() as mode:
         torch.testing.assert_close(model(x), expected)
     assert mode.heard.count(torch.autograd.grad) == 2
@@ -231,3 +231,29 @@ def test_parts_of_a_batch_may_fail_as_a_whole(adapt):
     torch.testing.assert_close(cut.trace(x).failed, expected.failed)
     for ours, theirs in zip(cut.path(x), model.path(x), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.5}], ids=["hurried", "careful"])
+def test_a_warm_start_that_makes_the_model_raise_is_left_for_home(options):
+    x = torch.randn(4, 3)
+    model = Tailored(Watching(most=1e3), lambda m, x: m(x).square().sum(1), adapt=CN("act"), steps=2, lr=0.1, **options)
+    start = model.tailor(x)
+    start["act.beta"] = torch.where(torch.arange(4)[:, None] == 1, 1e6, start["act.beta"])
+    with pytest.warns(UserWarning, match="1 of 4 queries are answered untailored"):
+        state = model.tailor(x, start=start)
+    others = torch.tensor([0, 2, 3])
+    expected = model.tailor(x[others], start={name: entry[others] for name, entry in start.items()})
+    for name, entry in state.items():
+        torch.testing.assert_close(entry[others], expected[name])
+    torch.testing.assert_close(model.predict(x, state)[1:2], model.replace(steps=0)(x[1:2]))
+
+
+def test_a_query_that_makes_compiled_code_raise_fails_alone():
+    def factorised(model, x):
+        return torch.linalg.cholesky(torch.diag_embed(model(x) + 1.0))[:, 0, 0]
+
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(64, 3)
+    model = Tailored(net, factorised, adapt=CN(nn.Tanh), steps=3, lr=0.8)
+    with torch.no_grad(), pytest.warns(UserWarning, match="of 64 queries are answered untailored"):
+        torch.testing.assert_close(model.replace(compile={"backend": "aot_eager"})(x), model(x))

@@ -509,3 +509,11 @@ def test_one_look_tells_whether_all_numbers_are_finite(count, dtype):
         assert not states.all_finite(numbers)
     numbers[1][1, -2:] = torch.tensor([torch.inf, -torch.inf])
     assert not states.all_finite(numbers)
+
+
+def test_a_learned_step_size_may_go_below_zero():
+    rate = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+    model, x = Tailored(mlp(), drift, adapt=CN(nn.Tanh), lr=rate, steps=2), queries()
+    with torch.no_grad():
+        rate.fill_(-0.1)
+    torch.testing.assert_close(model.replace(chunk=1)(x), model(x))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from nets import drift, float_mlp, size
@@ -270,3 +272,74 @@ def test_check_finds_a_loss_that_knows_later_queries():
 
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
     assert "tailoring loss later: mixes the queries" in str(check(Tailored(net, later), torch.randn(4, 3)))
+
+
+def trusting(plain):
+    """Its terms of the whole batch are zero, with their gradients, until the first step."""
+
+    def loss(model, x):
+        with torch.no_grad():
+            before = plain(x)
+        y = model(x)
+        return (y.square().sum(1) - 1).square() + 10 * (y - before).mean(0).square().sum()
+
+    return loss
+
+
+def hinge(model, x):
+    y = model(x)
+    far = (y - y.mean(0)).square().sum(1) - 1.0
+    return y.square().sum(1) + torch.where(x.abs().sum(1) > 3, far.clamp(min=0), 0.0) * 10
+
+
+@pytest.mark.parametrize("adapt", [CN(), Weights()], ids=repr)
+def test_what_a_later_pass_mixes_is_refused_then(adapt):
+    net, x = float_mlp(), torch.randn(6, 3)
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        Tailored(net, trusting(copy.deepcopy(net)), adapt=adapt, steps=2, lr=0.1)(x)
+    model = Tailored(net, hinge, adapt=adapt, steps=1, lr=0.1)
+    model(0.1 * x)
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        model(10 * x)
+
+
+def test_a_head_that_begins_at_zero_hides_nothing():
+    net, x = float_mlp(), torch.randn(4, 3)
+    nn.init.zeros_(net[2].weight)
+    model = Tailored(net, centred)
+    model(x)
+    nn.init.normal_(net[2].weight)
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        model(x)
+
+
+@pytest.mark.parametrize("adapt", ADAPTERS, ids=repr)
+def test_what_the_batch_lends_and_takes_back_is_no_mixing(adapt):
+    def stabilised(model, x):
+        y = model(x)
+        most = y.max()
+        return (y - most).exp().sum(1).log() + most
+
+    model, x = Tailored(float_mlp(), stabilised, adapt=adapt, steps=2, lr=0.1), torch.randn(5, 3)
+    torch.testing.assert_close(model(x)[2:3], model(x[2:3]))
+
+
+def test_compiled_code_asks_all_queries_where_two_are_too_few():
+    def neighbours(model, x):
+        y = model(x)
+        return torch.cdist(y, y).topk(4, 1, largest=False).values[:, 1:].square().sum(1)
+
+    with torch.no_grad(), pytest.raises(ValueError, match="depend on another query's state"):
+        Tailored(float_mlp(), neighbours, compile={"backend": "eager"})(torch.randn(8, 3))
+
+
+def test_a_query_that_is_changed_in_place_later_is_noticed_then():
+    def sometimes(model, x):
+        if (x > 2).any():
+            x.clamp_(max=2.0)
+        return model(x).square().sum(1)
+
+    model = Tailored(float_mlp(), sometimes)
+    model(torch.zeros(4, 3))
+    with pytest.raises(ValueError, match="changes the query in place"):
+        model(torch.full((4, 3), 3.0))

@@ -332,7 +332,8 @@ def test_only_the_step_that_an_outer_loss_sees_keeps_its_graph():
         ("all", [True] * 3, [True] * 3),
     ):
         model = Tailored(mlp(), loss, adapt=CN(nn.Tanh), steps=3, lr=0.01, backprop=backprop)
-        model(queries())  # at first it is asked whether the loss keeps the queries apart
+        for _ in range(3):  # at first it is asked whether the loss keeps the queries apart
+            model(queries())
         for run, expected in ((model, answered), (lambda x, model=model: list(model.states(x)), each)):
             kept.clear()
             run(queries())

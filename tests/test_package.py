@@ -57,6 +57,7 @@ ROOMS = [
     "_taps",
 ]
 ROOMS += [
+    "_unseen",
     "_layers",
     "_weight_sites",
     "_doubt",

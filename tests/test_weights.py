@@ -429,3 +429,26 @@ def test_a_norm_layer_answers_as_precisely_as_it_does(monkeypatch):
         answers = Tailored(net, lambda m, x: m(x).square().sum(1), adapt=Weights("1"), lr=0.0)(x)
     assert plain.dtype == torch.float32
     torch.testing.assert_close(answers, plain)
+
+
+@pytest.mark.usefixtures("seeded")
+def test_what_the_model_gives_for_all_queries_a_loss_may_give_for_each():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pos, self.last = nn.Linear(3, 4), nn.Linear(7, 2)
+            self.register_buffer("grid", torch.randn(1, 3))
+
+        def forward(self, x):
+            return self.last(torch.cat([x, self.pos(self.grid).expand(len(x), -1)], 1))
+
+    def loss(model, x):
+        return model(x).square().sum(1) + (model.pos(x) - 1).square().sum(1)
+
+    net, x = Positions().double(), torch.randn(5, 3).double()
+    ruled, copies, loop = (Tailored(net, loss, adapt=Weights(how=how), steps=3, lr=0.1) for how in ("rules", "vmap", "loop"))
+    torch.testing.assert_close(ruled(x), loop(x))
+    torch.testing.assert_close(copies(x), loop(x))
+    torch.testing.assert_close(ruled(x), one_by_one(ruled, x))
+    shared = ruled.replace(loss=lambda m, x: (m(x) + m.pos(m.grid).sum(1, keepdim=True)).square().sum(1))
+    torch.testing.assert_close(shared(x), one_by_one(shared, x))

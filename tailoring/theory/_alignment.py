@@ -62,7 +62,10 @@ def alignment(model: Tailored, data: Iterable[tuple[Any, Any]], task_loss: TaskL
     task_loss(prediction, target) -> the mean over its batch, or one value per query. One backward pass of each loss. Means are over the
     queries whose numbers are finite.
     """
-    parts = [_of_batch(model, x, y, task_loss) for x, y in data]
+    batches = list(data)
+    if not all(isinstance(batch, list | tuple) and len(batch) == 2 for batch in batches):
+        raise TypeError("the data of alignment are batches (x, y), one after another, as a DataLoader gives them; a single one is [(x, y)]")
+    parts = [_of_batch(model, x, y, task_loss) for x, y in batches]
     if not parts:
         raise ValueError("alignment needs data: no batch was given")
     cosines, falls = zip(*parts, strict=True)
@@ -81,7 +84,7 @@ def _of_batch(model: Tailored, x: Any, y: Any, task_loss: TaskLoss) -> tuple[Ten
         return found.expand(batch.queries)  # a mean, once for each query, sums to the total
 
     supervised = asked.replace(loss=labelled)
-    places = batch.places._replace(asked=Asked(keeps_apart=True))  # as a mean may not: it is no tailoring loss
+    places = batch.places._replace(asked=Asked(enough=True))  # as a mean may not: it is no tailoring loss
     same = batch._replace(places=places, reuse=supervised._reuse(places, batch.queries))
     start = asked._identity(batch, asked.adapt.rows(batch.queries))
     start = {name: entry.detach() if isinstance(entry, Tensor) else entry for name, entry in start.items()}
