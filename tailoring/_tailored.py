@@ -136,13 +136,13 @@ class Tailored(Answering):
         if count_rows(x) == 0:
             return self._untailored(x)
         batch = Batch(x, count_rows(x), self._find_places(x))
-        check_state(state, self._identity(batch, 1))
+        check_state(state, self._identity(batch, 1), serves=batch.queries)
         return self._keeping_little(lambda: self._answer(batch, state), batch, state)[0]
 
     def adapted(self, x: Any, state: State) -> AdaptedModel:
         """The model with a state from before, as a loss is given it: its features, methods and submodules, at `x` or `queries * k` rows."""
         batch = Batch(x, count_rows(x), self._find_places(x))
-        check_state(state, self._identity(batch, 1))
+        check_state(state, self._identity(batch, 1), serves=batch.queries)
 
         def run(reading: Reading, args: Any, kwargs: Any) -> Any:
             with self._plain_kernels():

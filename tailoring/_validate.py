@@ -71,7 +71,8 @@ def check_losses(losses: Any, queries: int) -> None:
         raise TypeError(f"the tailoring loss must return floating-point numbers, not {losses.dtype}")
 
 
-def check_state(state: Any, identity: State, rows: int | None = None) -> None:
+def check_state(state: Any, identity: State, rows: int | None = None, *, serves: int | None = None) -> None:
+    """Of so many `rows`, or such that equally many of the rows it `serves` belong to each."""
     if not isinstance(state, dict) or state.keys() != identity.keys():
         raise ValueError(
             f"a state of this model has the names {list(identity)}, not {list(state) if isinstance(state, dict) else type(state).__name__}"
@@ -83,6 +84,8 @@ def check_state(state: Any, identity: State, rows: int | None = None) -> None:
         if shape != expected or (rows is not None and count != rows):
             told = f"{'rows' if rows is None else f'{rows} row(s)'} of shape {expected}"
             raise ValueError(f"the state's {name!r} has shape {(count, *own_shape(entry))}; expected {told}")
+    if serves is not None and (own := rows_of(state)) and serves % own:
+        raise ValueError(f"the state has {own} rows, and {serves} rows to answer are not a multiple of that: each serves equally many")
 
 
 def check_seeds(seeds: Any, queries: int) -> None:

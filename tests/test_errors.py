@@ -423,6 +423,16 @@ def test_seeds_are_checked(seeds):
         tailored().tailor(queries(), seeds=seeds)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_rows_that_a_state_cannot_serve_are_refused_at_once(rows):
+    model = tailored()
+    state = model.tailor(queries())
+    with pytest.raises(
+        ValueError, match=f"the state has 5 rows, and {rows} rows to answer are not a multiple"
+    ):  # a warning would be an error
+        model.predict(queries(rows), state)
+
+
 def test_a_state_of_another_shape_is_refused_with_what_was_expected():
     model, x = tailored(), queries()
     state = {name: entry[:, :1] for name, entry in model.tailor(x).items()}
