@@ -202,6 +202,7 @@ def test_prediction_abstains_where_the_votes_do_not_tell():
         (lambda: Smoothed(HalfPlane(1.0).eval(), 0.5).certify(torch.zeros(2)), "a batch of queries"),
         (lambda: Smoothed(HalfPlane(1.0).eval(), 0.5).certify(torch.zeros(0, 1)), "no query"),
         (lambda: Smoothed(HalfPlane(1.0).eval(), 0.5).certify(torch.zeros(2, 1), seeds=[1]), "1 seeds for 2"),
+        (lambda: Smoothed(HalfPlane(1.0).eval(), 0.5).certify(torch.zeros(2, 1), seeds=[0.1, 0.9]), r"whole numbers, .* not \[0.1, 0.9\]"),
         (lambda: Smoothed(lambda x: x[:, 0], 0.5).certify(torch.zeros(2, 1)), "logits"),
         (lambda: attack(Smoothed(HalfPlane(1.0).eval(), 0.5), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), 1.0, steps=0), "step"),
         (lambda: bootstrap_difference(torch.zeros(2), torch.zeros(3)), "two values for each query"),
@@ -451,6 +452,23 @@ def test_an_attack_says_what_it_cannot_attack():
     for label, radius in (([0, -1], 1.0), ([0, 1], torch.tensor([0.5, -0.5]))):
         with pytest.raises(ValueError, match="leave out queries where a certificate abstains"):
             attack(smoothed, x, torch.tensor(label), radius)
+    for label in (torch.tensor([0]), torch.tensor(0), [0, 1], torch.tensor([[0], [1]])):  # of one, the second query stayed where it was
+        with pytest.raises(ValueError, match="one class for each of the 2 queries, not "):
+            attack(smoothed, x, label, 1.0)
+    with pytest.raises(TypeError, match=r"radius must be a number, or a tensor with one for each query, not \[0.1, 0.2\]"):
+        attack(smoothed, x, torch.tensor([0, 1]), [0.1, 0.2])
+    with pytest.raises(ValueError, match=r"a tensor of 2 \(one for each query\), not of shape \(3,\)"):
+        attack(smoothed, x, torch.tensor([0, 1]), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"), [(lambda z: (z, z), "tuple"), (lambda z: {"logits": z}, "dict"), (lambda z: z.numpy(), "ndarray")]
+)
+def test_a_classifier_that_answers_no_tensor_is_told_what_to_do(answer, kind):
+    smoothed, x = Smoothed(lambda x: answer(torch.cat([x, -x], 1).detach()), 0.5), torch.zeros(1, 1)
+    for ask in (smoothed.predict, smoothed.certify, lambda x: attack(smoothed, x, torch.zeros(1, dtype=torch.int64), 1.0)):
+        with pytest.raises(TypeError, match=rf"must return logits, a tensor \(n, classes\), not {kind}: wrap it"):
+            ask(x)
 
 
 def test_extreme_settings_give_no_infinite_radius_and_no_nonsense():

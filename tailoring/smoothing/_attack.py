@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from ._certify import Smoothed
+from ._certify import Smoothed, logits_of
 
 
 def attack(
@@ -22,14 +23,22 @@ def attack(
     """
     if steps < 1 or samples < 1:
         raise ValueError(f"an attack takes at least one step and one sample, not {steps} and {samples}")
+    queries = len(x)
+    if not isinstance(label, Tensor) or label.shape != (queries,):
+        given = f"of shape {tuple(label.shape)}" if isinstance(label, Tensor) else repr(label)
+        raise ValueError(f"label must be a tensor with one class for each of the {queries} queries, not {given}")
+    if isinstance(radius, Tensor) and radius.shape not in ((), (queries,)):
+        raise ValueError(f"radius must be a number, or a tensor of {queries} (one for each query), not of shape {tuple(radius.shape)}")
+    if not isinstance(radius, Tensor | Real):
+        raise TypeError(f"radius must be a number, or a tensor with one for each query, not {radius!r}")
     if bool((torch.as_tensor(radius) < 0).any()) or bool((label < 0).any()):
         raise ValueError("an attack takes classes and radii that are not negative: leave out queries where a certificate abstains")
-    queries = len(x)
     random = torch.Generator(x.device).manual_seed(seed)
 
     def log_probability(moved: Tensor) -> Tensor:
         noise = torch.randn((queries, samples, *x.shape[1:]), generator=random, dtype=x.dtype, device=x.device)
-        logits = smoothed.classifier((moved[:, None] + smoothed.outer_sigma * noise).flatten(0, 1)).unflatten(0, (queries, samples))
+        logits = logits_of(smoothed.classifier, (moved[:, None] + smoothed.outer_sigma * noise).flatten(0, 1))
+        logits = logits.unflatten(0, (queries, samples))
         return logits.log_softmax(-1).logsumexp(1).gather(1, label[:, None])
 
     return descend_within(log_probability, x, radius, steps=steps, length=2.5)  # far enough to cross the ball and turn

@@ -115,15 +115,21 @@ class Smoothed:
             random = torch.Generator(query.device).manual_seed(_mixed(seed, phase, chunk))
             size = (min(self.batch, n - start), *query.shape)
             noise = torch.randn(size, generator=random, dtype=query.dtype, device=query.device)
-            logits = self.classifier(query + self.outer_sigma * noise).detach()
-            if logits.ndim != 2 or len(logits) != size[0] or logits.shape[1] < 2:
-                raise ValueError(
-                    f"the classifier must return logits ({size[0]}, classes) of two classes or more, not {tuple(logits.shape)}"
-                )
+            logits = logits_of(self.classifier, query + self.outer_sigma * noise).detach()
             counts = logits.new_zeros(logits.shape[1], dtype=torch.int64) if counts is None else counts
             counts = counts.scatter_add(0, logits.argmax(1), logits.amax(1).isfinite().long())  # of nan, the maximum is nan
         assert counts is not None
         return counts
+
+
+def logits_of(classifier: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:
+    """What it answers to samples (n, ...), (n, classes), or why that is no answer."""
+    logits = classifier(samples)
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"the classifier must return logits, a tensor (n, classes), not {type(logits).__name__}: wrap it")
+    if logits.ndim != 2 or len(logits) != len(samples) or logits.shape[1] < 2:
+        raise ValueError(f"the classifier must return logits ({len(samples)}, classes) of two classes or more, not {tuple(logits.shape)}")
+    return logits
 
 
 def outer_sigma(sigma: float, nu: float) -> float:
@@ -165,6 +171,8 @@ def _check(x: Tensor, alpha: float, seeds: Sequence[int] | None, *samples: int) 
         raise ValueError("there is no query to answer")
     if seeds is not None and len(seeds) != len(x):
         raise ValueError(f"there are {len(seeds)} seeds for {len(x)} queries")
+    if seeds is not None and not all(int(seed) == seed for seed in seeds):
+        raise ValueError(f"seeds are whole numbers, one for each query, not {list(seeds)}")
 
 
 def _refuse_mixing(classifier: Callable[[Tensor], Tensor]) -> None:
