@@ -100,5 +100,7 @@ def test_what_is_wrong_is_told():
     model, (x, y) = Tailored(network(), drift), queries()
     with pytest.raises(ValueError, match="no batch was given"):
         theory.alignment(model, [], F.mse_loss)
+    with pytest.raises(TypeError, match=r"a single one is \[\(x, y\)\]"):
+        theory.alignment(model, (x, y), F.mse_loss)
     with pytest.raises(ValueError, match=r"must be a mean over the batch, or \(20,\), not of shape \(20, 2\)"):
         theory.alignment(model, [(x, y)], lambda a, b: a - b)

@@ -109,6 +109,8 @@ class TestContrastive:
 
         assert theory.convexity_gap(of_head, randn(2, 3), scale=3.0) <= 1e-9
         assert theory.convexity_gap(lambda head: -of_head(head), randn(2, 3), scale=3.0) > 1e-3
+        with pytest.raises(ValueError, match="at least one direction, not 0"):
+            theory.convexity_gap(of_head, randn(2, 3), directions=0)
 
     @pytest.mark.parametrize("labels", [(0, 1), (0,), (1,)])
     def test_the_infimum_over_heads_is_reached_and_never_passed(self, labels):

@@ -36,6 +36,16 @@ class TestBounds:
             assert bounds[3].best == min(map(float, bounds))
         assert theory.stability_bound(0.1, **settings).best == float(bounds[0])
 
+    def test_tensors_of_one_number_are_as_good(self):
+        settings = {"c": 1.0, "n": 50, "delta": 0.1, "unlabelled": 2.0, "kappa": 0.3}
+        for bound, size in ((theory.stability_bound, {"zeta": 0.3}), (theory.rademacher_bound, {"complexity": 0.3})):
+            expected = bound(0.25, **settings, **size)
+            found = bound(
+                torch.tensor(0.25), **{name: torch.tensor(value, dtype=torch.float64) for name, value in (settings | size).items()}
+            )
+            assert float(found) == pytest.approx(float(expected))
+            assert all(type(value) is float for value in (found.best, found.complexity, found.deviation, found.unlabelled, found.kappa))
+
     def test_it_holds_as_often_as_it_says(self):
         """theta = mean of y in [0, 1], loss (theta - y)^2: a point moves theta by 1/n at most, and the loss by 2/n."""
         n, delta, rounds = 20, 0.5, 2000
@@ -95,6 +105,11 @@ class TestRademacher:
     def test_losses_need_two_dimensions(self):
         with pytest.raises(ValueError, match=r"\(models, n\), not \(3,\)"):
             theory.empirical_rademacher(torch.ones(3))
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_a_model_that_diverged_is_refused(self, bad):
+        with pytest.raises(ValueError, match="losses must be finite"):
+            theory.empirical_rademacher(torch.tensor([[0.1, 0.2], [bad, 0.3]]))
 
     @pytest.mark.usefixtures("seeded")
     @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
@@ -188,6 +203,11 @@ class TestStability:
         found = self.measure(loss=lambda theta, x, y: 3 * theta.sum())
         assert found.lipschitz == pytest.approx(3)
         assert found.zeta == pytest.approx(3 * found.zeta_theta)
+
+    def test_a_training_that_diverged_has_no_constant(self):
+        found = self.measure(train=lambda x, y: y.mean(0, keepdim=True) * math.inf)
+        assert math.isnan(found.zeta_theta)
+        assert math.isnan(found.lipschitz)
 
     def test_a_model_that_ignores_its_data_is_perfectly_stable(self):
         found = self.measure(train=lambda x, y: torch.zeros(1, dtype=y.dtype))

@@ -257,6 +257,13 @@ class TestSeparatingNetwork:
         assert (layer.features[~own] < zero).all()
         assert layer.reaches_all
 
+    @pytest.mark.parametrize("act", ACTIVATIONS)
+    def test_it_runs_on_views_of_less_precision(self, act):
+        views = VIEWS.float()
+        layer = theory.last_layer(theory.separating_network(views, act(), 3), views)
+        assert layer.features.dtype == torch.float32
+        assert layer.reaches_all
+
     @pytest.mark.parametrize(("act", "top", "works"), [(torch.sigmoid, 1.0, True), (torch.tanh, 1.0, True), (F.softplus, math.inf, False)])
     def test_as_printed_it_fails_for_softplus_from_two_hidden_layers_on(self, act, top, works):
         """b^(l) = alpha (c' / 2 - sigma_+), with c' below sigma_+ - sigma_-"""
@@ -380,6 +387,11 @@ class TestEnough:
             theory.enough(net, lambda model, x: x.sum(1), x)
         with pytest.raises(ValueError, match="keeps outer products"):
             theory.enough(net, lambda model, x: model(x).sum(1), x, weights=Weights())
+        with pytest.raises(ValueError, match="nan or infinite for a query"):
+            theory.enough(net, lambda model, x: model(x).sum(1), torch.where(torch.arange(2)[:, None] == 1, torch.nan, x))
+        mixing = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+        with pytest.raises(ValueError, match=r"is in training mode: .* Call model.eval\(\)"):
+            theory.enough(mixing, lambda model, x: model(x).sum(1), x)
         with pytest.raises(ValueError, match="no query"):
             theory.enough(net, lambda model, x: model(x).sum(1), x[:0])
         with pytest.raises(ValueError, match="5000 numbers of a query"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,8 @@ class Conserve(Loss):
         if norm not in ("l1", "l2"):
             raise ValueError(f"norm must be 'l1' or 'l2', not {norm!r}")
         check_functions(quantity=quantity, before=before)
+        if isinstance(weights, Real):
+            raise TypeError(f"weights are one for each quantity, such as [{weights}], not a number: for one of all, multiply the loss")
         self.quantity, self.before, self.norm = quantity, before, norm
         self.weights = None if weights is None else [float(w) for w in weights]
 
@@ -106,6 +109,8 @@ class Misfit(Loss):
 
     def __init__(self, observe: Callable[..., Tensor], measured: Callable[..., Tensor], *, sigma: float = 1.0):
         super().__init__()
+        if not (sigma.ndim == 0 if isinstance(sigma, Tensor) else isinstance(sigma, Real)):
+            raise TypeError(f"sigma must be a number, not {sigma!r}: where measurements have deviations of their own, divide both by them")
         if not sigma > 0:
             raise ValueError(f"sigma must be positive, not {sigma}")
         check_functions(observe=observe, measured=measured)

@@ -56,7 +56,7 @@ def stability_bound(
     """
     _check(empirical, c=c, n=n, delta=delta, kappa=kappa, unlabelled=unlabelled, zeta=zeta)
     deviation = (2 * zeta + c) * math.sqrt(math.log(1 / delta) / (2 * n))
-    return Bound(float(empirical), zeta / n, deviation, unlabelled, kappa)
+    return _bound(empirical, zeta / n, deviation, unlabelled, kappa)
 
 
 def rademacher_bound(
@@ -79,7 +79,12 @@ def rademacher_bound(
     """
     _check(empirical, c=c, n=n, delta=delta, kappa=kappa, unlabelled=unlabelled, complexity=complexity)
     times, share = (3, delta / 2) if measured else (1, delta)
-    return Bound(float(empirical), 2 * complexity, times * c * math.sqrt(math.log(1 / share) / (2 * n)), unlabelled, kappa)
+    return _bound(empirical, 2 * complexity, times * c * math.sqrt(math.log(1 / share) / (2 * n)), unlabelled, kappa)
+
+
+def _bound(empirical: float, complexity: float, deviation: float, unlabelled: float | None, kappa: float) -> Bound:
+    """Of plain numbers, where tensors of one number were given."""
+    return Bound(float(empirical), float(complexity), float(deviation), None if unlabelled is None else float(unlabelled), float(kappa))
 
 
 def empirical_rademacher(losses: Tensor, *, draws: int = 10_000, seed: int = 0) -> float:
@@ -92,6 +97,8 @@ def empirical_rademacher(losses: Tensor, *, draws: int = 10_000, seed: int = 0) 
     """
     if losses.ndim != 2:
         raise ValueError(f"losses must have shape (models, n), not {tuple(losses.shape)}")
+    if not losses.isfinite().all():
+        raise ValueError("the losses must be finite, and some are nan or infinite: leave out the models that diverged")
     losses = losses if losses.is_floating_point() else losses.to(torch.float32)  # 0 and 1, say
     n = losses.shape[1]
     if 2**n <= draws:

@@ -131,9 +131,10 @@ def separating_network(views: Tensor, activation: nn.Module, depth: int) -> nn.S
         layer l:   alpha (h_k - t),   t half way between the least wanted and the largest unwanted output of layer l - 1
 
     views: (views, ...). The last layer is a sum. The threshold t is corrected: the paper's, sigma_+ - c' / 2, is infinite for softplus, and
-    switches all units off. alpha is doubled until each layer is strictly diagonally dominant (after subtracting sigma_-).
+    switches all units off. alpha is doubled until each layer is strictly diagonally dominant (after subtracting sigma_-). That is so in
+    double precision, in which it is built; of views in another dtype or place the network comes back rounded to, and at, theirs.
     """
-    gap, facts = augmentation_gap(views), activation_facts(activation)
+    gap, facts = augmentation_gap(views.detach().double()), activation_facts(activation)
     if not gap > 0:
         raise ValueError(f"the proof's construction needs |g_i|^2 - g_i . g_j > 0 for all i != j, and the least is {gap:.3g}")
     if not (facts.increasing and facts.bounded_below):
@@ -151,7 +152,8 @@ def separating_network(views: Tensor, activation: nn.Module, depth: int) -> nn.S
         least, largest = given.diag().min(), given[~torch.eye(len(flat), dtype=torch.bool)].max()
         weight = torch.eye(len(flat), dtype=torch.float64)
         bias = -(least + largest) / 2 * torch.ones(len(flat), dtype=torch.float64)
-    return nn.Sequential(*layers, _linear(torch.ones(1, len(flat), dtype=torch.float64), torch.zeros(1, dtype=torch.float64)))
+    head = _linear(torch.ones(1, len(flat), dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+    return nn.Sequential(*layers, head).to(views)
 
 
 @torch.no_grad()

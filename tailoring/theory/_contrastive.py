@@ -120,6 +120,8 @@ def convexity_gap(function: Callable[[Tensor], Tensor], at: Tensor, *, direction
 
     function(t) -> (), `at` any shape. At most zero (to rounding) for a convex function; above zero proves that it is not convex.
     """
+    if directions < 1:
+        raise ValueError(f"convexity is looked at along at least one direction, not {directions}")
     generator = torch.Generator().manual_seed(seed)
     gaps = []
     for _ in range(directions):

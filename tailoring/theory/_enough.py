@@ -19,6 +19,7 @@ from .._modes import leaves_inference_mode
 from .._tailored import Tailored
 from .._taps import has_tangent, transformed
 from .._trees import count_rows, has_fractions, take_rows, tensors
+from .._validate import refuse_mixing_modules
 from .._weights import Weights
 from ._expressivity import equal as _equal
 
@@ -87,6 +88,7 @@ def enough(net: nn.Module, loss: TailoringLoss, x: Any, *, adapt: Adapter | None
     the precision of the model: use double. What the loss computes *besides* the model (a mean over views, say) counts in g only, and
     expressivity is not speed: it says what can be reached, not in how many steps.
     """
+    refuse_mixing_modules(net)
     adapt = CN() if adapt is None else adapt
     weights = Weights(how="loop") if weights is None else weights
     found = _all(net, loss, x, adapt, weights)
@@ -132,6 +134,8 @@ class _Read:
                     f"the loss reads {sizes} numbers of a query, and ranks are computed for at most {_MOST}: try smaller inputs"
                 )
             self.jacobian = self._rows()
+            if not all(t.isfinite().all() for t in (*self.read, self.jacobian)):
+                raise ValueError("what the loss reads from the model, or its slope, is nan or infinite for a query: leave that query out")
             used = [t for t in self.read if t.requires_grad]
             grads = torch.autograd.grad(losses.sum(), used, allow_unused=True) if used and losses.requires_grad else [None] * len(used)
         wanted = {id(t): g for t, g in zip(used, grads, strict=True) if g is not None}

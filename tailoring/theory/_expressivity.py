@@ -46,7 +46,7 @@ class LastLayer:
 
     @property
     def rank(self) -> int:
-        """The rank of M_w, to the precision of its numbers; never above units + outputs, since all views share beta."""
+        """The rank of M_w, to the precision of its numbers; never above units + min(units, outputs), since all views share beta."""
         return int(torch.linalg.matrix_rank(self.matrix))
 
     @property
@@ -86,7 +86,8 @@ class LastLayer:
         if not self.reaches_all:
             raise ValueError(
                 f"M_w has rank {self.rank}, and any answers need rank {self.needed} = {shape[0]} views * {shape[1]} outputs; use distinct "
-                "views, at least outputs * (views - 1) units before the last layer, other weights (theory.with_noise), or Weights"
+                "views, at least as many units before the last layer as outputs and as outputs * (views - 1), other weights "
+                "(theory.with_noise), or Weights"
             )
         ones, zeros = torch.ones_like(self.features[0]), torch.zeros_like(self.features[0])
         change = torch.linalg.pinv(self.matrix) @ (targets - self.answers(ones, zeros)).flatten()
@@ -110,7 +111,8 @@ def last_layer(model: nn.Module, views: Tensor) -> LastLayer:
 
     views: (views, ...) are the n_g augmentations g^(i)(x) of one query, as the model takes them. What surprises: scales and shifts
     of earlier layers are left at 1 and 0 (as in the proof), so a missing rank here may still be mended by them; and all views share
-    beta, so the rank is at most units + outputs, which asks for units >= outputs * (views - 1): one unit less than the theorem's n_g.
+    beta, so the rank is at most units + min(units, outputs), which asks for units >= outputs and units >= outputs * (views - 1): of one
+    output, for one unit less than the theorem's n_g.
     """
     calls = _calls(model, views)
     heads = [call for call in calls if isinstance(call.module, nn.Linear)]

@@ -38,7 +38,7 @@ class Stability:
     @property
     def lipschitz(self) -> float:
         """The least C with |change of loss| <= C |change of parameters| in all that was seen, so that zeta <= C zeta_theta."""
-        moved = self.parameter_changes > 0
+        moved = ~(self.parameter_changes <= 0)  # of a training that diverged it is nan, and so is the answer
         return float((self.loss_changes[moved] / self.parameter_changes[moved]).max()) if moved.any() else 0.0
 
 
