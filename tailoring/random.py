@@ -1,7 +1,8 @@
 """Noise that belongs to a query, not to its place in a batch.
 
 Every draw is a hash of (the query's seed, the position of the number drawn), so a query gets the same noise alone, in any batch
-and in any order, on every device, with no generator to carry about: law 1 holds for losses that draw noise.
+and in any order, on every device, with no generator to carry about: law 1 holds for losses that draw noise. Two draws from the same seeds
+are the same numbers, so each takes seeds of its own (`fold`).
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _check(seeds: Tensor, dtype: torch.dtype) -> None:
 
 
 def uniform(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers in (0, 1), (queries, *shape)."""
+    """Numbers in (0, 1), (queries, *shape). The same seeds give the same numbers: each draw takes its own, `fold(seeds, 1)`, `fold(seeds, 2)`."""
     _check(seeds, dtype)
     bits = 52 if dtype == torch.float64 else 23
     numbers = _shift(_draw_exact(seeds, math.prod(shape)), 64 - bits).to(torch.float64 if bits == 52 else torch.float32)
@@ -109,7 +110,7 @@ def uniform(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = tor
 
 
 def normal(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers, (queries, *shape), by Box and Muller's transform."""
+    """Standard normal numbers, (queries, *shape), by Box and Muller's transform. As with `uniform`, each draw takes seeds of its own."""
     _check(seeds, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     radius, angle = uniform(seeds, (2, *shape), wide).unbind(1)
