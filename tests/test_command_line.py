@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tailoring.__main__ import main
-from tailoring.experiments import contrastive, pendulum, planets, smoothing
+from tailoring.experiments import contrastive, pendulum, planets, smoothing, toy
+from tailoring.experiments._toy_map import Gaussians, Window
 
 pytestmark = pytest.mark.usefixtures("seeded")
 ROOT = Path(__file__).parent.parent
@@ -24,7 +25,15 @@ ROOT = Path(__file__).parent.parent
         *((planets, {name: ()}) for name in ("lrs", "output_lrs", "ttt_lrs", "seeds")),
         *((pendulum, {name: 0}) for name in ("iterations", "width", "marks", "evaluations")),
         *((pendulum, {name: ()}) for name in ("seeds", "grid_seeds", "lrs", "amounts")),
+        *((toy, {name: ()}) for name in ("eps", "radii")),
+        *((toy, {name: (-1.0,)}) for name in ("eps", "radii", "lrs")),
+        *((toy, {"window": Window(pixel=pixel)}) for pixel in (0.0, 100.0)),
+        *((toy, {"data": Gaussians(**given)}) for given in ({"deviation": (0.0, 1.0)}, {"mean": (0.0, 0.0)})),
         (contrastive, {"batch": 0}),
+        (contrastive, {"data": Path("nowhere"), "images": "made"}),
+        (smoothing, {"data_dir": Path("nowhere"), "data": "made"}),
+        (smoothing, {"root": Path("nowhere"), "data": "made"}),
+        (pendulum, {"data": Path("nowhere")}),
         (contrastive, {"labels": (0,)}),
         (smoothing, {"batch": 0}),
     ],
@@ -32,7 +41,7 @@ ROOT = Path(__file__).parent.parent
 )
 def test_numbers_that_make_no_sense_are_refused_before_anything_runs(experiment, changes, tmp_path):
     name = next(iter(changes)).replace("_", "-")
-    with pytest.raises(ValueError, match=f"--{name} "):
+    with pytest.raises(ValueError, match=rf"--{name}(\.\w+)? "):
         experiment.run(replace(experiment.quick(), out=tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
 
@@ -42,6 +51,11 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_runs(experiment,
 def test_a_device_that_is_not_there_is_told_in_a_line(experiment, tmp_path, capsys):
     assert main(["run", experiment, "--quick", "--accelerator", "cuda", "--out", str(tmp_path / "out")]) == 1
     assert "error: --accelerator cuda: " in capsys.readouterr().err
+
+
+def test_a_device_that_needs_another_package_is_told_in_a_line(tmp_path, capsys):
+    assert main(["run", "planets", "--quick", "--accelerator", "tpu", "--out", str(tmp_path / "out")]) == 1
+    assert "error: --accelerator tpu: Requirement 'torch_xla" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written_is_shown(tmp_path, capsys):

@@ -118,9 +118,10 @@ def tiny_config(folder):
 
 def test_a_finished_run_is_not_run_again(finished, folder):
     before = (folder / "out" / "rows.jsonl").read_text()
-    planets.run(tiny_config(folder))
+    planets.run(replace(tiny_config(folder), data=folder / "nowhere"))  # asked from another directory, say
     added = (folder / "out" / "rows.jsonl").read_text()[len(before) :]
     assert [json.loads(line)["kind"] for line in added.splitlines()] == ["session"]
+    assert not (folder / "nowhere").exists()  # no trajectories are made again for nothing
 
 
 def test_the_report_has_our_numbers_beside_the_papers(finished, folder, capsys):

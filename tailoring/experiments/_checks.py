@@ -22,8 +22,14 @@ def not_empty(config: Any, *names: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one value")
 
 
+def not_used(config: Any, name: str, why: str) -> None:
+    """Refuse what would have no effect."""
+    if getattr(config, name) is not None:
+        raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)} would not be used, {why}, or leave it out")
+
+
 def make_fabric(config: Any, **options: Any) -> Fabric:
     try:
         return Fabric(accelerator=config.accelerator, precision=config.precision, **options)
-    except RuntimeError as error:  # a device that this machine does not have
+    except (RuntimeError, ModuleNotFoundError) as error:  # a device that this machine does not have, or cannot drive
         raise ValueError(f"--accelerator {config.accelerator}: {str(error).splitlines()[0]}") from None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ._checks import at_least_one, not_empty
+from ._checks import at_least_one, not_empty, not_used
 from ._contrastive_views import Augment
 from ._images import data_folder
 
@@ -135,6 +135,8 @@ def _check(c: Config) -> None:
     """Refuse before an hour of pre-training what would fail after it."""
     not_empty(c, "views", "lrs", "variants", "labels", "seeds", "grid_labels", "grid_seeds", "decays", "ttt_lrs")
     at_least_one(c, "batch", "labels", "grid_labels", "test", "hidden", "features", "linear_steps", "linear_batch")
+    if c.images == "made":
+        not_used(c, "data", "as the images are made ones: give --images cifar10")
     if not 0 < c.validation < c.train:
         raise ValueError(f"validation must be some of the {c.train} training images, not {c.validation}")
     if min(c.views) < 2:

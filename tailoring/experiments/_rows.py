@@ -136,7 +136,7 @@ def last_of_each(rows: Iterable[Row], names: Mapping[str, Sequence[str]]) -> lis
     found: dict[str, Row] = {}
     for row in rows:
         wanted = names.get(row["kind"])
-        found[json.dumps(row if wanted is None else [row["kind"], *(row[name] for name in wanted)], sort_keys=True)] = row
+        found[json.dumps(row if wanted is None else [row["kind"], *map(row.get, wanted)], sort_keys=True)] = row
     return list(found.values())
 
 

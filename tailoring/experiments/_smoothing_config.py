@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ._checks import at_least_one
+from ._checks import at_least_one, not_used
 from ._classifiers import Inner, Network, check_tailoring
 from ._images import data_folder
 from ._smoothing_losses import Macer, SmoothAdv
@@ -171,6 +171,10 @@ def check(config: Config) -> None:
     for sigma in (*config.sigmas, *config.more_sigmas):
         if not 0 < config.inner.nu < sigma:
             raise ValueError(f"the tailoring's noise, nu = {config.inner.nu}, must be above 0 and below every sigma, but one is {sigma}")
+    if config.data != "cifar10":
+        not_used(config, "data_dir", f"as the images are those of --data {config.data}: give --data cifar10")
+    if config.data != "imagenet":
+        not_used(config, "root", f"as the images are those of --data {config.data}: give --data imagenet")
     at_least_one(config, *AT_LEAST_ONE)
     for name in ("rate", "extra_rate"):
         if not getattr(config, name) > 0:

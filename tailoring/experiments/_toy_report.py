@@ -76,10 +76,9 @@ def _boundaries(results: Results) -> Picture:
         for k in (1, 2):
             ax.add_patch(Ellipse((sign * mx, sign * my), 2 * k * sx, 2 * k * sy, facecolor=color, alpha=0.13, edgecolor="none"))
         ax.plot([sign * mx], [sign * my], ".", color=color)
-    slope = -(mx / sx**2) / (my / sy**2)
-    ax.plot([-20, 20], [-20 * slope, 20 * slope], color="purple", linewidth=2, label="linear separator")
+    ax.axline((0, 0), (-my / sy**2, mx / sx**2), color="purple", linewidth=2, label="linear separator")
     for number, r in enumerate(results.found()):
-        x, y = zip(*r["boundary"], strict=True)
+        x, y = [x for x, _ in r["boundary"]], [y for _, y in r["boundary"]]  # none, if one class is answered everywhere
         ax.plot(x, y, ".", markersize=2.5, color=f"C{number + 1}", label=f"tailored, eps {r['setting']['eps']:g}")
     ax.set(xlim=(-20, 20), ylim=(-6, 6), xlabel="x1", ylabel="x2")
     ax.legend(frameon=False, fontsize=8, markerscale=4, loc="upper right")

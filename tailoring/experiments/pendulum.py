@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
-from ._checks import at_least_one, not_empty
+from ._checks import at_least_one, not_empty, not_used
 from ._pendulum_bench import Bench, Job, Judge, Way, mean, others
 from ._pendulum_data import Labels, Name
 from ._pendulum_plan import Kind, Training
@@ -102,6 +102,8 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     """Run what has not been run yet; the rows are in `config.out`."""
     at_least_one(config, "iterations", "marks", "width", "steps", "evaluations", "workers")
     not_empty(config, "seeds", "meta_seeds", "grid_seeds", "lrs", "steps", "amounts")
+    if config.motion == "simulated":
+        not_used(config, "data", "as the motion is a simulated one: give --motion pendulum")
     judge = Judge(config)  # data that are missing are told before anything is written
     rows = Rows(config.out, "pendulum", config)
     with closing(Bench(config, judge, rows, progress)) as bench:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tailoring import Tailored, Weights, losses
 
 from ._cache import cached
+from ._checks import at_least_one, not_empty
 from ._rows import Row, Rows
 from ._toy_map import Gaussians, Window, accuracies, best_linear, linear
 from ._toy_report import report as report
@@ -126,6 +127,7 @@ def plan(config: Config) -> Iterator[Setting]:
 
 def run(config: Config, progress: Progress = lambda what, done, total: None) -> Path:
     """Run what has not been run yet; the rows are in `config.out`. Nothing is drawn at random: there are no seeds."""
+    _check(config)
     rows = Rows(config.out, "toy", config)
     if not rows.has(kind="linear"):
         rows.add(kind="linear", plain=linear(config.data, config.radii), best=best_linear(config.data, config.radii))
@@ -138,6 +140,25 @@ def run(config: Config, progress: Progress = lambda what, done, total: None) -> 
     if not rows.has(kind="check"):  # the map's own error: the linear separator, for which there is a formula
         rows.add(kind="check", accuracy=accuracies(config.data, config.window, plain, config.radii))
     return config.out
+
+
+def _check(config: Config) -> None:
+    not_empty(config, "eps", "radii")
+    at_least_one(config, "grids")
+    if min(config.radii) < 0:
+        raise ValueError(f"--radii are those of attacks, at least 0, not {min(config.radii)}")
+    for name, values in (("eps", config.eps), ("variants-eps", (config.variants_eps,)), ("lrs", config.lrs)):
+        if not all(value > 0 for value in values):
+            raise ValueError(f"--{name} must be above 0, not {' '.join(map(str, values))}")
+    if config.ascent < 0:
+        raise ValueError(f"--ascent is a number of steps, at least 0, not {config.ascent}")
+    if not min(config.data.deviation) > 0:
+        raise ValueError(f"--data.deviation must be above 0 in both directions, not {' '.join(map(str, config.data.deviation))}")
+    if not any(config.data.mean):
+        raise ValueError("--data.mean 0 0 makes both classes the same: no line parts them")
+    if not 0 < config.window.pixel <= min(config.window.half):
+        half = " ".join(map(str, config.window.half))
+        raise ValueError(f"--window.pixel must be above 0 and at most --window.half ({half}) in both directions, not {config.window.pixel}")
 
 
 def _map(config: Config, setting: Setting, progress: Progress) -> Row:
