@@ -349,6 +349,21 @@ def test_cifar_networks_have_the_published_sizes():
         cifar_resnet(21)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"shortcut": "Pad"}, r"shortcut must be 'conv' \(convolutions\) or 'pad' \(zeros\), not 'Pad'"),
+        ({"statistics": "imagenet"}, r"a pair \(means, deviations\), three numbers each, .* not 'imagenet'"),
+        ({"statistics": "ab"}, "a pair"),
+        ({"statistics": ((0.5,), (0.2,))}, "three numbers each"),
+        ({"statistics": ((0.5,) * 3, (0.0,) * 3)}, "deviations above 0"),
+    ],
+)
+def test_a_network_of_unknown_shortcuts_or_statistics_is_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        cifar_resnet(8, **given)
+
+
 def made_checkpoint(net, rename):
     torch.manual_seed(1)
     return {rename(name): torch.rand_like(t) if t.is_floating_point() else t for name, t in net.state_dict().items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,17 @@ class _Standardise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.std
+
+
+def _checked(statistics: Any) -> tuple[Sequence[float], Sequence[float]]:
+    parts = list(statistics) if isinstance(statistics, Sized) and not isinstance(statistics, str) else []
+    if len(parts) != 2 or not all(isinstance(part, Sized) and len(part) == 3 for part in parts):
+        raise ValueError(
+            f"statistics are a pair (means, deviations), three numbers each, such as ((.5, .5, .5), (.2, .2, .2)), not {statistics!r}"
+        )
+    if not all(deviation > 0 for deviation in parts[1]):
+        raise ValueError(f"statistics have deviations above 0, not {parts[1]}")
+    return parts[0], parts[1]
 
 
 class _PadShortcut(nn.Module):
@@ -114,7 +125,9 @@ class ResNet(nn.Module):
         shortcut: Shortcut = "conv",
     ):
         super().__init__()
-        self.standardise = _Standardise(*statistics)
+        if shortcut not in ("conv", "pad"):
+            raise ValueError(f"shortcut must be 'conv' (convolutions) or 'pad' (zeros), not {shortcut!r}")
+        self.standardise = _Standardise(*_checked(statistics))
         size = 3 if stem == "cifar" else 7
         self.conv1 = nn.Conv2d(3, widths[0], size, 1 if stem == "cifar" else 2, size // 2, bias=False)
         self.bn1, self.relu = nn.BatchNorm2d(widths[0]), nn.ReLU()
