@@ -101,7 +101,7 @@ def _check(seeds: Tensor, dtype: torch.dtype) -> None:
 
 
 def uniform(seeds: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers in (0, 1), (queries, *shape). The same seeds give the same numbers: each draw takes its own, `fold(seeds, 1)`, `fold(seeds, 2)`."""
+    """Numbers in (0, 1), (queries, *shape). The same seeds give the same numbers, so each draw takes its own, as `fold(seeds, 1)`."""
     _check(seeds, dtype)
     bits = 52 if dtype == torch.float64 else 23
     numbers = _shift(_draw_exact(seeds, math.prod(shape)), 64 - bits).to(torch.float64 if bits == 52 else torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ class _Standardise(nn.Module):
 
 
 def _checked(statistics: Any) -> tuple[Sequence[float], Sequence[float]]:
-    parts = list(statistics) if isinstance(statistics, Sized) and not isinstance(statistics, str) else []
+    parts = list(statistics) if isinstance(statistics, Iterable) and not isinstance(statistics, str) else []
     if len(parts) != 2 or not all(isinstance(part, Sized) and len(part) == 3 for part in parts):
         raise ValueError(
             f"statistics are a pair (means, deviations), three numbers each, such as ((.5, .5, .5), (.2, .2, .2)), not {statistics!r}"
