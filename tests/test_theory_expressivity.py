@@ -48,16 +48,22 @@ class TestLastLayer:
         assert len(null) == 9
         torch.testing.assert_close(null @ change, torch.zeros(9, dtype=torch.float64))
 
-    @pytest.mark.parametrize(("units", "outputs", "views"), [(1, 1, 2), (1, 1, 3), (2, 1, 3), (4, 2, 3), (3, 2, 3), (3, 3, 2), (6, 2, 4)])
+    @pytest.mark.parametrize(
+        ("units", "outputs", "views"),
+        [(1, 1, 2), (1, 1, 3), (2, 1, 3), (4, 2, 3), (3, 2, 3), (3, 3, 2), (6, 2, 4), (2, 3, 1), (3, 3, 1), (2, 3, 2), (2, 4, 3)],
+    )
     def test_the_rank_is_what_units_outputs_and_views_allow(self, units, outputs, views):
         layer = theory.last_layer(network((6, units), outputs), randn(views, 4))
-        assert layer.rank == min(views * outputs, units + outputs)
-        assert layer.reaches_all == (units >= outputs * (views - 1))
+        least = min(units, outputs)
+        assert layer.rank == min(views * least, units + least)
+        assert layer.reaches_all == (units >= outputs * (views - 1) and units >= outputs)
 
     def test_a_rank_that_is_missing_is_refused_with_the_remedy(self):
         layer = theory.last_layer(network((6, 1)), VIEWS)
         with pytest.raises(ValueError, match=r"rank 2, and any answers need rank 3 = 3 views \* 1 outputs.*Weights"):
             layer.solve(torch.zeros(3))
+        with pytest.raises(ValueError, match=r"at least as many units before the last layer as outputs and as outputs \* \(views - 1\)"):
+            theory.last_layer(network((6, 2), 3), VIEWS[:1]).solve(torch.zeros(1, 3))
         assert layer.condition == math.inf
 
     def test_the_model_must_end_in_a_linear_layer(self):

@@ -111,8 +111,8 @@ def last_layer(model: nn.Module, views: Tensor) -> LastLayer:
 
     views: (views, ...) are the n_g augmentations g^(i)(x) of one query, as the model takes them. What surprises: scales and shifts
     of earlier layers are left at 1 and 0 (as in the proof), so a missing rank here may still be mended by them; and all views share
-    beta, so the rank is at most units + min(units, outputs), which asks for units >= outputs and units >= outputs * (views - 1): of one
-    output, for one unit less than the theorem's n_g.
+    beta, so with m = min(units, outputs) the rank is at most min(views * m, units + m), which asks for units >= outputs and for
+    units >= outputs * (views - 1): with one output, one unit less than the theorem's n_g.
     """
     calls = _calls(model, views)
     heads = [call for call in calls if isinstance(call.module, nn.Linear)]
