@@ -13,7 +13,7 @@ from torch import Tensor
 from ._batch import Batch, Trace
 from ._fitting import Fitting
 from ._inner import hurry_by_row
-from ._isolate import run_apart
+from ._isolate import told_apart
 from ._kernels import may_look
 from ._optimisers import Descent
 from ._sites import WHOLE
@@ -28,7 +28,11 @@ class Answering(Fitting):
         """The prediction, and which rows of the state were not fit to answer with (None: no one, or that was not looked at)."""
         if not may_look():
             return self._run(batch, state), None
-        out, raised = self._run_where_it_can(batch, state)
+        raised: Tensor | None = None
+        try:
+            out = self._run(batch, state)
+        except Exception as error:
+            out, raised = self._run_without(error, batch, state)
         if answer_is_finite(out):
             return out, raised
         rows, where_rows = rows_of(state), batch.places.answer_rows
@@ -43,17 +47,14 @@ class Answering(Fitting):
                 out = self._run(batch, where(~bad, state, identity))
         return out, bad
 
-    def _run_where_it_can(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
-        """The answers, and which rows of the state made the model raise (None: no one): these answer from their start."""
-
+    def _run_without(self, error: Exception, batch: Batch, state: State) -> tuple[Any, Tensor]:
+        """The answers where the model raised `error`, and which rows of the state made it do so: these answer from their start."""
         total = rows_of(state)
 
-        def run(rows: Tensor | None, state: State) -> Any:
-            return self._run(batch if rows is None else batch.part(rows, total), state)
+        def run(rows: Tensor, some: State) -> Any:
+            return self._run(batch.part(rows, total), some)
 
-        out, fine = run_apart(run, state, moved=self.steps > 0)
-        if fine is None:
-            return out, None
+        fine = told_apart(error, run, state, moved=self.steps > 0)
         raised = torch.ones(total, dtype=torch.bool, device=device_of(state)).index_fill(0, fine, False)
         return self._run(batch, where(~raised, state, self._identity(batch, total))), raised
 

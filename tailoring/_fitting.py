@@ -15,7 +15,7 @@ from . import _states as states
 from ._apart import UnfitLossError
 from ._batch import Batch
 from ._inner import Backprop, Keep, Moment, descend, hurry
-from ._isolate import infinite_elsewhere, run_apart
+from ._isolate import infinite_elsewhere, told_apart
 from ._kernels import may_look
 from ._losing import Losing
 from ._optimisers import Descent, Rule
@@ -184,16 +184,14 @@ class Fitting(Losing):
     def _last_losses(self, batch: Batch, state: State) -> Tensor:
         """The losses after the last step, infinite where the loss refuses what that has led to."""
 
-        before = state
+        def of(rows: Tensor, some: State) -> Tensor:
+            return self._losses(batch.part(rows, rows_of(state)), self.steps, some).detach()
 
-        def run(rows: Tensor | None, state: State) -> Tensor:
-            part = batch if rows is None else batch.part(rows, rows_of(before))
-            return self._losses(part, self.steps, state).detach()
-
-        values, rows = run_apart(run, state, moved=self.steps > 0)
-        if rows is None:
-            assert values is not None
-            return values
+        try:
+            return self._losses(batch, self.steps, state).detach()
+        except Exception as error:
+            rows = told_apart(error, of, state, moved=self.steps > 0)
+        values = of(rows, states.take(state, rows)) if len(rows) else None
         return infinite_elsewhere(values, rows, rows_of(state))
 
 

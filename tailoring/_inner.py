@@ -14,7 +14,7 @@ from torch.overrides import has_torch_function_unary
 
 from . import _entries as entries
 from . import _states as states
-from ._isolate import infinite_elsewhere, rows_that_run, run_apart
+from ._isolate import infinite_elsewhere, rows_that_run, told_apart
 from ._kernels import may_look
 from ._optimisers import Rule
 from ._states import State
@@ -165,18 +165,14 @@ def _advance(rule: Rule, grads: State, carried: tuple[State, Any, Tensor, Tensor
 
 def _try_gradient(gradient: Gradient, state: State, step: int, graph: bool, *, moved: bool) -> tuple[Tensor, State, bool]:
     """The losses and their gradient, and whether some rows raised: their losses are infinite."""
-
-    def run(rows: Tensor | None, state: State) -> tuple[Tensor, State]:
-        return gradient(state, rows, step, graph)
-
-    found, rows = run_apart(run, state, moved=moved)
-    if rows is None:
-        assert found is not None
-        return *found, False
+    try:
+        return *gradient(state, None, step, graph), False
+    except Exception as error:
+        rows = told_apart(error, lambda rows, some: gradient(some, rows, step, False), state, moved=moved)
     total = states.rows_of(state)
-    if found is None:
+    if len(rows) == 0:
         return infinite_elsewhere(None, rows, total), states.zero_like(state), True
-    values, grads = found
+    values, grads = gradient(states.take(state, rows), rows, step, graph)
     return infinite_elsewhere(values.detach(), rows, total), states.spread(grads, rows, total), True
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,26 +11,22 @@ from torch import Tensor
 from ._kernels import may_look
 from ._states import State, device_of, rows_of, take
 
-Found = TypeVar("Found")
 _TRIES = 512  # parts of a batch in which there must be a query that runs; else something else is wrong
 _BY_NUMBERS = (ValueError, ArithmeticError, AssertionError, IndexError, RuntimeError)  # what a query's own may bring about
 
 
-def run_apart(run: Callable[[Tensor | None, State], Found], state: State, *, moved: bool) -> tuple[Found | None, Tensor | None]:
-    """`run(None, state)`, of all rows. If that raises, `run(rows, their state)` of those rows that raise nothing, and which these are.
+def told_apart(error: Exception, run: Callable[[Tensor, State], object], state: State, *, moved: bool) -> Tensor:
+    """The rows that can go on without those that raised `error`, of which a warning tells.
 
-    What is raised before a step has `moved` the state is the user's mistake.
+    What is raised before a step has `moved` the state is the user's mistake, and so is what `rows_that_run` cannot blame on some rows.
     """
-    try:
-        return run(None, state), None
-    except Exception as error:
-        if not moved or not may_look():
-            raise
-        rows, total = rows_that_run(error, run, state), rows_of(state)
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
-        whose = f"{total - len(rows)} of {total} queries are" if len(rows) else "the whole batch is"
-        warnings.warn(f"{whose} answered untailored: after a step the loss or the model raised {told}", stacklevel=2)
-    return (run(rows, take(state, rows)) if len(rows) else None), rows
+    if not moved or not may_look():
+        raise error
+    rows, total = rows_that_run(error, run, state), rows_of(state)
+    told = f"{type(error).__name__}: {error}".splitlines()[0]
+    whose = f"{total - len(rows)} of {total} queries are" if len(rows) else "the whole batch is"
+    warnings.warn(f"{whose} answered untailored: after a step the loss or the model raised {told}", stacklevel=2)
+    return rows
 
 
 def rows_that_run(error: Exception, run: Callable[[Tensor, State], object], state: State) -> Tensor:

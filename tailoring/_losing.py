@@ -75,7 +75,9 @@ class Losing(Placing):
             bound = AdaptedModel(self.net, run, batch.x, batch.seeds, step, keep=once, shares=batch.rescued)
             losses = self._ask(self.adapt.bind(bound), batch)
         check_losses(losses, batch.queries)
-        if not batch.places.asked.enough and losses.requires_grad and may_look():
+        asked = batch.places.asked
+        known = asked.enough or (asked.sees_weights and batch.queries == 1)
+        if not known and losses.requires_grad and may_look():
             self._look_at_graph(batch, losses, state, taps)
         return self.adapt.reduce(losses)
 

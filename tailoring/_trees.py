@@ -65,6 +65,8 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def versions(tree: Any) -> list[int]:
     """They count up when a tensor is changed in place; those of inference mode do not count."""
+    if isinstance(tree, Tensor):  # as nearly always
+        return [0 if tree.is_inference() else tree._version]
     return [0 if t.is_inference() else t._version for t in tensors(tree)]
 
 
