@@ -35,7 +35,8 @@ _CHANGES = (
 
 _UNSEEN = (
     "the tailoring loss {} uses the weight {!r} otherwise than by a call of its module (in a method, or a part that borrows it), where no "
-    "query's own weights go: let it call the module, adapt with Weights(how='vmap'), or leave that weight out"
+    "query's own weights go: let it call the module, adapt with Weights(how='vmap'), or leave that weight out; what is to stay the plain "
+    "model's (an anchor) belongs under torch.no_grad()"
 )
 _LOOKS = 8  # passes that are looked at
 

@@ -45,15 +45,21 @@ def unseen_weight(shared: dict[str, Tensor], losses: Tensor, state: State, taps:
 
 def _summed(tap: Tap, g: Tensor, name: str) -> list[tuple[Tensor, Tensor]]:
     """The gradient by one use of a weight, or bias, over all queries, and the sum of its terms' sizes."""
-    one = replace(tap, given=tap.given.flatten(0, 1)[None])
-    sizes = replace(one, given=one.given.abs())
-    g = g.flatten(0, 1)[None]
+    one, g = replace(tap, given=tap.given.flatten(0, 1)[None]), g.flatten(0, 1)[None]  # as if all rows were of one query
     found = []
-    if tap.weight == name:
-        found.append((one.matrices(g)[0], sizes.matrices(g.abs())[0]))
+    if tap.weight == name and tap.is_table:
+        found.append((_gathered(one, g), _gathered(one, g.abs())))
+    elif tap.weight == name:
+        found.append((one.matrices(g)[0], replace(one, given=one.given.abs()).matrices(g.abs())[0]))
     if tap.bias == name:
         found.append((one.offsets(g)[0], one.offsets(g.abs())[0]))
     return found
+
+
+def _gathered(tap: Tap, g: Tensor) -> Tensor:
+    """The gradient of a table, (inputs, outputs): one-hot vectors of all rows would be large."""
+    (left,), (index,) = tap.factors(g)
+    return left.new_zeros(tap.inputs, tap.outputs).index_add(0, index, left)
 
 
 def _share(losses: Tensor, whole: Tensor) -> float:

@@ -248,6 +248,17 @@ def test_a_loss_that_uses_a_weight_elsewhere_is_refused(loss, count):
 
 
 @pytest.mark.usefixtures("seeded")
+def test_an_anchor_is_no_use_elsewhere():
+    net, x = mlp(), queries()
+
+    def near(model, x):
+        return drift(model, x) + (model(x) - net(x)).square().sum(1)
+
+    model = Tailored(net, near, adapt=Weights(), steps=3, lr=0.01)
+    torch.testing.assert_close(model(x), model.replace(adapt=Weights(how="loop"))(x))
+
+
+@pytest.mark.usefixtures("seeded")
 def test_what_a_loss_may_use_elsewhere_runs_with_copies():
     net, x = Autoencoder().double(), torch.randn(4, 3).double()
     copies, loop = (Tailored(net, TIED["by a flag"], adapt=Weights(how=how), steps=2, lr=0.1)(x) for how in ("vmap", "loop"))
