@@ -1,4 +1,4 @@
-"""The answers to one batch of queries: with a state that was fitted to it, and untailored where that fails."""
+"""The answers to a batch of queries, cut in parts: each with a state that was fitted to it, and untailored where that fails."""
 
 from __future__ import annotations
 
@@ -8,21 +8,63 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ._batch import Batch, Trace
 from ._fitting import Fitting
 from ._inner import hurry_by_row
 from ._isolate import told_apart
-from ._kernels import may_look
+from ._kernels import Structure, may_look, structure_of
 from ._optimisers import Descent
+from ._places import Places
+from ._reuse import Reuse, held_by, worth_keeping
 from ._sites import WHOLE
-from ._states import State, device_of, rows_of, where
-from ._trees import first_tensor, has_fractions, map_tensors, model_call, repeat_rows, tensors
+from ._states import State, compact, device_of, rows_of, where
+from ._trees import count_rows, first_tensor, has_fractions, map_tensors, model_call, repeat_rows, split_rows, tensors
+from ._validate import check_seeds, check_state, refuse_mixing_modules
 
 
 class Answering(Fitting):
-    """The part of `Tailored` that answers a `Batch`."""
+    """The part of `Tailored` that makes batches of what is asked, and answers them."""
+
+    _loss_structure: Structure | None
+
+    def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[Batch]:
+        """The queries in parts of `chunk`, checked before anything runs."""
+        net, loss = self.net, self.loss
+        structure = self._find_structure()
+        refuse_mixing_modules(net, structure)
+        if isinstance(loss, nn.Module):
+            if structure is not None:
+                self._loss_structure = structure_of(loss, self._loss_structure)
+            refuse_mixing_modules(loss, structure and self._loss_structure)
+        queries, places = count_rows(x), self._find_places(x, structure)
+        if start is not None:
+            check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
+        if seeds is not None:
+            check_seeds(seeds, queries)
+        start = None if start is None else compact(start)
+        if self.chunk is None or queries <= self.chunk:
+            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries))]
+        parts = split_rows([x, start, seeds], self.chunk)
+        sizes = [count_rows(part) for part, *_ in parts]
+        return [
+            Batch(part, n, places, own_seeds, own, self._reuse(places, n)) for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
+        ]
+
+    def _reuse(self, places: Places, queries: int) -> Reuse | None:
+        """Weights in training need the graph of every pass, and may move between two; frozen ones, or without gradients, need not."""
+        prefix = places.prefix
+        if not worth_keeping(places.multiplications * queries):
+            return None
+        if prefix and torch.is_grad_enabled():
+            if is_dynamo_compiling():
+                return None
+            weights = {name: [t for t in held_by(self.net.get_submodule(name)) if isinstance(t, Tensor)] for name in prefix}
+            prefix = {name: prefix[name] for name in prefix if not any(t.requires_grad for t in weights[name])}
+            prefix = prefix if any(weights[name] for name in prefix) else {}  # else nothing but activation functions is left
+        return Reuse(self.net, prefix) if prefix else None
 
     def _answer(self, batch: Batch, state: State) -> tuple[Any, Tensor | None]:
         """The prediction, and which rows of the state were not fit to answer with (None: no one, or that was not looked at)."""

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from . import _states as states
 from ._adapt import CN, Adapter
 from ._adapted import AdaptedModel
-from ._answering import Answering, answer_is_finite
+from ._answering import answer_is_finite
 from ._batch import Batch, Trace
 from ._compiled import Compiled
+from ._compiling import Compiling
 from ._fitting import Starts
 from ._inner import Backprop, Keep
-from ._isolate import may_be_of_some
-from ._kernels import Structure, allowed_by_dynamo, may_look, structure_of
+from ._kernels import Structure, may_look
 from ._learned import Learned
 from ._losing import TailoringLoss
 from ._modes import in_inference_mode, leaves_inference_mode
 from ._optimisers import LBFGS, Descent, Functional, Rates
-from ._places import Places, kind_of
-from ._recurrent import make_traceable
-from ._reuse import Reuse, held_by, worth_keeping
 from ._sites import Reading, alone
 from ._states import State, compact
-from ._trees import Inputs, cat_rows, count_rows, model_call, split_rows
-from ._validate import check_seeds, check_settings, check_state, refuse_mixing_modules
+from ._trees import Inputs, cat_rows, count_rows, model_call
+from ._validate import check_settings, check_state
 
 
-class Tailored(Answering):
+class Tailored(Compiling):
     """A model that minimises `loss` on each query, with parameters of the query's own, before it answers.
 
         state = adapt.init(...)                           # the model as it is
@@ -179,19 +173,6 @@ class Tailored(Answering):
         for state in self.states(x, start=start, seeds=seeds):
             yield self.predict(x, state)
 
-    def prepare(self, x: Any) -> Self:
-        """Look at an example input: find the sites (and give a learned start its shape) before compiling or training."""
-        places, kind = self._find_places(x), kind_of(x)
-        self._traced = (*(known for known in self._traced if known[0] != kind), (kind, places))
-        start = self._identity(Batch(x, count_rows(x), places), 1)  # a learned one has its shape from now on
-        if isinstance(self.rule, Descent) and self.steps:
-            for name in start:
-                self.rule.rate(name, 0)  # asked now, and remembered: dynamo cannot follow patterns of names
-        self._try_loss(x, places)
-        make_traceable(self.net)
-        self._prepared = True
-        return self
-
     def replace(self, **changes: Any) -> Tailored:
         """The same model with other settings, or another loss, e.g. `model.replace(steps=10)`. Weights and learned parts are shared.
 
@@ -233,93 +214,11 @@ class Tailored(Answering):
         with alone():
             return self.net(*args, **kwargs)
 
-    def _eager_answer(self, x: Any) -> Any:
-        answers = [self._answer(b, self._fitted(b))[0] for b in self._batches(x)]
-        return answers[0] if len(answers) == 1 else cat_rows(answers, self._find_places(x).answer_rows)
-
-    def _compiled_answer(self, x: Any) -> tuple[Any, bool]:
-        """The answers, and whether the program has already seen to those that fail."""
-
-        def answer(part: Any) -> Any:
-            (batch,) = self._batches(part)
-            if self._is_plain:
-                return self._rescued(batch)
-            return self._answer(batch, self._fit(batch).state)[0]
-
-        with alone():  # neither may dynamo see what another thread has put in a module's place, nor `_places` grow while it looks
-            structure = self._find_structure()
-            assert structure is not None, "compiled code does not come here"
-            key, known = self._key(x, structure), len(self._places)
-            places = self._find_places(x, structure, key)
-            if len(self._places) != known or not self._prepared:
-                self._batches(x)  # what it refuses must be refused here, with its own words
-            self._try_loss(x, places)
-            if self._compiled is None or not self._prepared:
-                self.prepare(x)
-                self._compiled = Compiled(answer, self.compile_options or {}, self._owned)
-            self._traced = ((kind_of(x), places),)  # alone: what else there is would be looked at, and a change of it compiled for
-            try:
-                with allowed_by_dynamo(self.net, structure):
-                    out = self._compiled(key, x, self.chunk, places.answer_rows, fills=places.answers_by_row and not self.adapt.shared)
-            except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
-                warnings.warn(_TOO_MANY, stacklevel=2)
-                self.compile_options = None
-                return self.forward(x), True
-            except Exception as error:
-                own = torch._dynamo.exc.TorchDynamoException  # pyright: ignore[reportAttributeAccessIssue]
-                if isinstance(error, own | AssertionError):  # some of torch 2.11's own errors are assertions
-                    for batch in self._batches(x):
-                        self._fitted(batch)  # what eager mode refuses, too, is refused with its own words
-                    error.add_note(_NOT_COMPILED)
-                elif may_be_of_some(error):
-                    return self._eager_answer(x), True  # which finds out whose it is
-                raise
-            return out, self._is_plain and places.answers_by_row
-
-    def _owned(self) -> Iterator[Tensor]:
-        return itertools.chain(self.parameters(), self.buffers())
-
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._forget_places()  # the state's dtype follows the model's
         super()._apply(fn, recurse)
         _take_rates(self)
         return self
-
-    def _batches(self, x: Any, start: State | None = None, seeds: Tensor | None = None) -> list[Batch]:
-        """The queries in parts of `chunk`, checked before anything runs."""
-        net, loss = self.net, self.loss
-        structure = self._find_structure()
-        refuse_mixing_modules(net, structure)
-        if isinstance(loss, nn.Module):
-            if structure is not None:
-                self._loss_structure = structure_of(loss, self._loss_structure)
-            refuse_mixing_modules(loss, structure and self._loss_structure)
-        queries, places = count_rows(x), self._find_places(x, structure)
-        if start is not None:
-            check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
-        if seeds is not None:
-            check_seeds(seeds, queries)
-        start = None if start is None else compact(start)
-        if self.chunk is None or queries <= self.chunk:
-            return [Batch(x, queries, places, seeds, start, self._reuse(places, queries))]
-        parts = split_rows([x, start, seeds], self.chunk)
-        sizes = [count_rows(part) for part, *_ in parts]
-        return [
-            Batch(part, n, places, own_seeds, own, self._reuse(places, n)) for n, (part, own, own_seeds) in zip(sizes, parts, strict=True)
-        ]
-
-    def _reuse(self, places: Places, queries: int) -> Reuse | None:
-        """Weights in training need the graph of every pass, and may move between two; frozen ones, or without gradients, need not."""
-        prefix = places.prefix
-        if not worth_keeping(places.multiplications * queries):
-            return None
-        if prefix and torch.is_grad_enabled():
-            if is_dynamo_compiling():
-                return None
-            weights = {name: [t for t in held_by(self.net.get_submodule(name)) if isinstance(t, Tensor)] for name in prefix}
-            prefix = {name: prefix[name] for name in prefix if not any(t.requires_grad for t in weights[name])}
-            prefix = prefix if any(weights[name] for name in prefix) else {}  # else nothing but activation functions is left
-        return Reuse(self.net, prefix) if prefix else None
 
 
 def _take_rates(model: Tailored, *_: Any) -> None:
@@ -330,14 +229,6 @@ def _take_rates(model: Tailored, *_: Any) -> None:
 
 _OF_THE_DESCENT = {"lr", "momentum", "clip", "proximal"}
 _SETTINGS = ("adapt", "steps", "backprop", "keep", "stop", "chunk")  # that may be set to something else later
-_TOO_MANY = (
-    "this model asked for more programs than are kept, and answers in eager mode from now on: is it called with a number that is another "
-    "at every call? Give that as a tensor, one for each query"
-)
-_NOT_COMPILED = (
-    "tailoring: this model or its loss cannot be compiled; compile=False answers in eager mode. A loss that differentiates the model is "
-    "compiled if it does so by torch.func (not torch.autograd), with CN or with Weights(how='vmap')"
-)
 
 
 @leaves_inference_mode

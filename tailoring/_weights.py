@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,13 +19,14 @@ from ._casts import Pass, Site, Sited
 from ._copies import call_with_copies
 from ._doubt import doubt
 from ._entries import Entry, LowRank, as_tensor
-from ._inner import differentiate, found_gradients
+from ._inner import differentiate
 from ._kernels import all_modules
 from ._layers import TAPPED, Use, rule_for
+from ._listening import collect, listen, listen_compiled
 from ._recurrent import in_plain_operations, is_patched
 from ._sites import Around, At, Reading, alone, check_at, describe, matching
 from ._states import State
-from ._taps import Tap, Taps, transformed
+from ._taps import Taps, transformed
 from ._trees import count_rows, map_tensors, tensors
 from ._unseen import unseen_weight
 from ._watch import checkpoint_error, refuse_checkpoints, refuse_disorder, watch
@@ -138,82 +138,21 @@ class Weights(Adapter):
             return differentiate(evaluate, state, graph)
         tapped = {s.key for s in sites if s.how in TAPPED}
         free = {name: as_tensor(entry) for name, entry in state.items() if name not in tapped}
-        listen = _listen_compiled if is_dynamo_compiling() else _listen
+        hear = listen_compiled if is_dynamo_compiling() else listen
         with torch.enable_grad():
-            found = listen(evaluate, state, free, graph)
+            found = hear(evaluate, state, free, graph)
         if found is None:  # a second derivative uses the weights twice: let autograd see them
             values, grads = differentiate(evaluate, {s.key: entries.dense(state[s.key], s.shape) for s in sites}, graph)
             kernels = {s.key for s in sites if s.how == "outer products" and len(s.shape) > 2}  # kept as matrices
             return values, {name: as_tensor(g).flatten(2) if name in kernels else g for name, g in grads.items()}
         values, grads, heard = found
-        return values, {name: grads[name] if name in free else _collect(name, heard, entry, step) for name, entry in state.items()}
+        return values, {name: grads[name] if name in free else collect(name, heard, entry, step) for name, entry in state.items()}
 
     def unseen_weight(self, model: nn.Module, losses: Tensor, state: State, taps: Taps | None) -> tuple[str | None, bool]:
         """With the gradient of the shared weights, wherever they are used, the sum of the queries' own is compared."""
         if self.how != "rules" or taps is None or taps.differentiated or taps.disturbed:
             return None, self.how != "rules"
         return unseen_weight(dict(model.named_parameters()), losses, state, taps)
-
-
-Heard = list[tuple[Tap, Tensor]]  # taps, each with the gradient of its outputs
-
-
-Listened = tuple[Tensor, dict[str, Tensor], Heard]  # losses, gradient by the free entries, gradients at the taps
-
-
-def _listen(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bool) -> Listened | None:
-    """None if the loss differentiates the model, since g h^T is then not all of the gradient."""
-    leaves = states.leaves(dict(free), graph)
-    taps = Taps(graph)
-    values = evaluate({**state, **leaves}, taps)
-    if taps.disturbed:
-        taps = Taps(graph, cloned=True)
-        values = evaluate({**state, **leaves}, taps)
-    if taps.differentiated:
-        return None
-    uses = {f"{i}: {tap.weight or tap.bias}": (tap, out) for i, (tap, out) in enumerate(zip(taps.heard, taps.outs, strict=True))}
-    # From here on the taps may hear more, of a loss that runs the model within `torch.utils.checkpoint`: the same once again.
-    grads = found_gradients(values, {**leaves, **{name: out for name, (_, out) in uses.items()}}, graph)
-    heard = [(tap, grads[name]) for name, (tap, _) in uses.items() if name in grads]  # else its graph may be gone
-    return values, {name: grads[name] if name in grads else torch.zeros_like(t) for name, t in free.items()}, heard
-
-
-def _listen_compiled(evaluate: Evaluate, state: State, free: dict[str, Tensor], graph: bool) -> Listened:
-    """The same by torch.func.grad. It differentiates by inputs, so a first pass, dead code in the end, tells the shapes of the probes."""
-    first = Taps(graph)
-    evaluate(state, first)
-
-    def total(free: dict[str, Tensor], probes: list[Tensor]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
-        taps = Taps(graph, probes=probes)
-        values = evaluate({**state, **free}, taps)
-        return values.sum(), (values, [tap.given for tap in taps.heard])
-
-    probes = [torch.zeros_like(out) for out in first.outs]
-    (grads, slopes), (values, given) = torch.func.grad(total, argnums=(0, 1), has_aux=True)(free, probes)
-    taps = [replace(tap, given=h) for tap, h in zip(first.heard, given, strict=True)]
-    return values, grads, list(zip(taps, slopes, strict=True))
-
-
-def _collect(name: str, heard: Heard, entry: Entry, step: tuple[int, int]) -> Entry:
-    """The gradient of one parameter, from all the places where it was used, in the numbers that the state is kept in."""
-    own = entry.blocks[0][1].dtype if isinstance(entry, LowRank) else entry.dtype
-    heard = [(tap, g.to(own)) for tap, g in heard if name in (tap.weight, tap.bias)]  # under autocast g has fewer digits
-    offsets = [tap.offsets(g) for tap, g in heard if tap.bias == name]
-    uses = [(tap, g) for tap, g in heard if tap.weight == name]
-    if not uses:
-        return sum(offsets, torch.zeros_like(entry)) if isinstance(entry, Tensor) else states.zero_like({name: entry})[name]
-    rank = step[1] * sum(g.shape[1] for _, g in uses)
-    if isinstance(entry, LowRank) and all(_products_pay(tap, rank) for tap, _ in uses):
-        lefts, rights = zip(*(tap.factors(g) for tap, g in uses), strict=True)
-        return LowRank(((step[0], entries.joined(lefts), entries.joined(rights)),))
-    first, *rest = (tap.matrices(g) for tap, g in uses)
-    return sum(rest, first)
-
-
-def _products_pay(tap: Tap, rank: int) -> bool:
-    if tap.is_table:  # to look up indices costs nothing
-        return True
-    return tap.groups == 1 and entries.products_pay(rank, tap.outputs, tap.inputs)
 
 
 def _stand_in(module: nn.Module, sites: list[Site], now: Pass) -> Around:
