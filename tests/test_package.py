@@ -84,6 +84,11 @@ def test_every_room_of_the_core_has_its_place():
     assert sorted(ROOMS) == sorted(["random", *(path.stem for path in (ROOT / "tailoring").glob("_[!_]*.py"))])
 
 
+def test_the_map_of_the_code_names_every_file_of_the_core():
+    named = set(re.findall(r"`(_?\w+)\.py`", (ROOT / "docs" / "code.md").read_text()))
+    assert named - {"__main__", "baselines"} == {*ROOMS}
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_torch_and_earlier_rooms_only(room):
     text = (ROOT / "tailoring" / f"{room}.py").read_text()
