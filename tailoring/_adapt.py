@@ -195,9 +195,9 @@ class CN(Adapter):
         assert site.rows is not None
         channels = site.channels
         if out.ndim != site.dims:  # the loss calls a layer with more rows in more dimensions
-            if not site.channels_last or site.rows != 0 or out.ndim < 2:
+            channels = out.ndim - 1 if site.channels_last else channels
+            if site.rows != 0 or out.ndim < 2 or channels >= out.ndim:
                 raise ValueError(_changed(site, f"has {out.ndim} dimensions", f"had {site.dims}"))
-            channels = out.ndim - 1
         if out.shape[channels] != gamma.shape[1]:
             raise ValueError(_changed(site, f"has {out.shape[channels]} channels", f"had {gamma.shape[1]}"))
         rows = out.shape[site.rows]

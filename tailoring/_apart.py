@@ -44,7 +44,7 @@ def are_apart(losses: Tensor, adapted: list[Tensor], x: Any, cuts: Iterable[int]
             found = [_sizes(g) for g in grads if g is not None]
             if not all(bool(sizes.isfinite().all()) for sizes in found):
                 return None
-            inside = [float(sizes[own.to(sizes.device)].max()) for sizes in found]
+            inside = [float(sizes[own.to(sizes.device)].sum()) for sizes in found]  # what is left of each may meet in one row
             beyond = [float(sizes[others.to(sizes.device)].max()) for sizes in found]
             if any(b > _rounding(g) * i for b, i, g in zip(beyond, inside, (g for g in grads if g is not None), strict=True)):
                 return False

@@ -76,7 +76,7 @@ def call_with_copies(
         return tensors(flat)
 
     with alone(), _as_they_were(model):  # functional_call swaps the module's weights while it runs
-        shared = dict(model.named_parameters())
+        shared = dict(model.named_parameters(remove_duplicate=False))
         slots = _slots(model, reading.path, changes)
         own = {name: _row_major(shared[name] + change) for name, change in changes.items()}
         results = _in_turn(one, own, *grouped) if loop else _at_once(model, one, own, *grouped)

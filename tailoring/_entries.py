@@ -54,7 +54,7 @@ class LowRank:
         if has_fractions(right):
             with without_autocast(left):  # what is summed over steps must not be rounded at each
                 return torch.bmm(left.mT, right.to(left.dtype))  # `@` expands both first, in four operations more
-        return torch.nn.functional.one_hot(right, table).to(left.dtype).mT @ left
+        return torch.nn.functional.one_hot(right.long(), table).to(left.dtype).mT @ left
 
     def __repr__(self) -> str:
         return f"LowRank(rows={self.rows}, shape={own_shape(self)}, rank={self.rank})"

@@ -127,6 +127,7 @@ def _drop_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, loca
 
 def _add_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     lent = {prefix + held: prefix + name for held, name in _lent(module).items()}
+    own = {"tailoring", *module._modules, *module._parameters, *module._buffers} - {"net"}  # of a subclass, too
     taken: dict[str, Any] = {held: state_dict[name] for held, name in lent.items() if name in state_dict}
     for key in [key for key in state_dict if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
@@ -134,6 +135,6 @@ def _add_prefix(module: OwnNames, state_dict: dict[str, Any], prefix: str, *_: A
             start = name.removeprefix("tailoring.start.")
             if start not in module.tailoring.start:
                 module.tailoring.start[start] = nn.Parameter(state_dict[key].clone())
-        elif not name.startswith("tailoring."):
+        elif name.split(".")[0] not in own:
             taken[f"{prefix}net.{name}"] = state_dict.pop(key)
     state_dict |= taken

@@ -106,7 +106,8 @@ class Losing(Placing):
         adapted = [t for t in (*states.numbers(state), *getattr(taps, "outs", ())) if t.requires_grad]
         if not adapted:
             return  # it is only asked how large the loss is
-        if not asked.sees_weights:
+        upstream = [*tensors(batch.x), *states.numbers(state)]
+        if not asked.sees_weights and all(t.grad_fn is None for t in upstream):  # else the weights' gradient may come by another way
             unseen, asked.sees_weights = self.adapt.unseen_weight(self.net, losses, state, taps)
             if unseen is not None:
                 raise UnfitLossError(_UNSEEN.format(self._name_of_loss, unseen))

@@ -25,7 +25,7 @@ from ._optimisers import LBFGS, Descent, Functional, Rates
 from ._sites import Reading, alone
 from ._states import State, compact
 from ._trees import Inputs, cat_rows, count_rows, model_call
-from ._validate import check_settings, check_state
+from ._validate import check_rule, check_settings, check_state
 
 
 class Tailored(Compiling):
@@ -81,19 +81,7 @@ class Tailored(Compiling):
         if optimizer is None:
             optimizer = Descent(1e-3 if lr is None else lr, momentum=momentum, clip=clip, proximal=proximal)
         self.rule = optimizer if isinstance(optimizer, Descent | LBFGS) else Functional(optimizer)
-        if isinstance(self.rule, Descent):
-            self.rule.check_steps(steps)
-        if not self.rule.general and self.adapt.outer_products:
-            raise ValueError(
-                f"{self.rule!r} needs a state of tensors, and {self.adapt!r} keeps outer products: "
-                "use lr=, or Weights with how='vmap' or how='loop'"
-            )
-        if not self.rule.differentiable and backprop != "none":
-            raise ValueError(f"{self.rule!r} cannot be differentiated; use it with backprop='none'")
-        if recompute and backprop != "all":
-            raise ValueError(
-                f"recompute=True saves the activations that backprop='all' keeps; backprop={backprop!r} keeps those of one step only"
-            )
+        check_rule(self.rule, **settings, recompute=recompute)
         self.backprop: Backprop = backprop
         self.recompute = recompute
         self.steps, self.stop, self.chunk = int(steps), stop, None if chunk is None else int(chunk)
@@ -200,8 +188,11 @@ class Tailored(Compiling):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OF_THE_DESCENT | {"loss", "optimizer"}:
             raise AttributeError(f"model.{name} = ... would change nothing: model.replace({name}=...) is the same model with another")
-        if name in _SETTINGS and "_compiled" in self.__dict__:  # it is made
-            check_settings(self.net, self.loss, **{other: getattr(self, other) for other in _SETTINGS} | {name: value})
+        if name in (*_SETTINGS, "recompute") and "_compiled" in self.__dict__:  # it is made
+            settings = {other: getattr(self, other) for other in (*_SETTINGS, "recompute")} | {name: value}
+            check_rule(self.rule, **settings)
+            del settings["recompute"]
+            check_settings(self.net, self.loss, **settings)
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ._adapt import Adapter
 from ._entries import LowRank, own_shape
 from ._inner import Backprop, Keep
 from ._kernels import Structure, found_once
+from ._optimisers import Descent, Rule
 from ._states import State, rows_of
 
 
@@ -56,6 +57,22 @@ def check_settings(
         raise TypeError(f"compile must be True, False or a dict of options of torch.compile such as {{'mode': ...}}, not {compile!r}")
     if not isinstance(compile, bool) and (taken := {"fullgraph", "dynamic"} & compile.keys()):
         raise ValueError(f"compile sets {min(taken)!r} itself: whole graphs of fixed sizes; give other options of torch.compile")
+
+
+def check_rule(rule: Rule, *, adapt: Adapter, steps: int, backprop: str, keep: str, recompute: bool, **_: Any) -> None:
+    """What an optimiser asks of the other settings."""
+    if isinstance(rule, Descent):
+        rule.check_steps(steps)
+    if not rule.general and adapt.outer_products:
+        raise ValueError(
+            f"{rule!r} needs a state of tensors, and {adapt!r} keeps outer products: use lr=, or Weights with how='vmap' or how='loop'"
+        )
+    if not rule.differentiable and backprop != "none":
+        raise ValueError(f"{rule!r} cannot be differentiated; use it with backprop='none'")
+    if recompute and backprop != "all":
+        raise ValueError(
+            f"recompute=True saves the activations that backprop='all' keeps; backprop={backprop!r} keeps those of one step only"
+        )
 
 
 def check_losses(losses: Any, queries: int) -> None:

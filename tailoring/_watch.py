@@ -167,9 +167,12 @@ def _is_mask(t: Tensor) -> bool:
 
 def _with_one_less(mask: Tensor) -> Tensor:
     """Rows of a padded sequence, say, that another query has more of."""
-    mask = mask.clone()
-    mask.view(-1)[int(mask.view(-1).to(torch.uint8).argmax())] = 0
-    return mask
+    rows = mask.clone(memory_format=torch.contiguous_format).view(-1, mask.shape[-1])
+    several = (rows.sum(1) > 1).nonzero()
+    if len(several):  # no row is left empty: attention to nothing is no number
+        row = rows[int(several[0])]
+        row[int(row.to(torch.uint8).argmax())] = 0
+    return rows.view(mask.shape)
 
 
 def _first(x: Any, times: int) -> Any:

@@ -8,7 +8,7 @@ from nets import BasicBlock, Recurrent, ResNet, architecture, drift, float_mlp, 
 from torch import nn
 from torch.nn import functional as F
 
-from tailoring import CN, LBFGS, Shift, Tailored, Weights
+from tailoring import CN, LBFGS, Inputs, Shift, Tailored, Weights
 from tailoring.baselines import Output, Shared
 from tailoring.nn import ResidualMLP
 
@@ -464,12 +464,54 @@ def test_fewer_dimensions_leave_the_channels_last():
 
 
 @pytest.mark.usefixtures("seeded")
-def test_channels_that_come_second_are_not_looked_for_elsewhere():
+def test_channels_that_come_second_stay_there():
     net, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval(), torch.randn(5, 3)
-    with pytest.raises(ValueError, match="has 3 dimensions, and had 2"):
-        Tailored(net, lambda m, x: m[1](m[0](x)[..., None]).square().flatten(1).sum(1))(x)
+
+    def flat(model, x):
+        return model[1](model[0](x)).square().sum(1)
+
+    def long(model, x):
+        return model[1](model[0](x)[..., None].expand(-1, -1, 4)).square().mean(2).sum(1)
+
+    ours, theirs = (Tailored(net, loss, steps=2, lr=0.1)(x) for loss in (long, flat))
+    torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("adapt", [CN("0"), Weights()], ids=repr)
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
+def test_whole_numbers_may_lie_in_any_order(adapt, kind):
+    class Seen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("0", nn.Conv2d(2, 4, 3))
+
+        def forward(self, x):
+            return self.get_submodule("0")(x.float()).mean((2, 3))
+
+    x = torch.randint(0, 2, (5, 6, 6, 2)).to(kind).permute(0, 3, 1, 2)
+    model = Tailored(Seen(), lambda m, x: m(x).square().sum(1), adapt=adapt, steps=2, lr=0.1)
+    torch.testing.assert_close(model(x), model(x.contiguous()))
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_mask_for_each_query_is_no_reason_for_copies():
+    class Causal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x, mask):
+            h = self.first(x)
+            return self.last(self.attend(h, h, h, attn_mask=~mask.repeat_interleave(2, 0))[0]).mean(1)
+
+    x, mask = torch.randn(6, 5, 4), torch.ones(5, 5).tril().bool().expand(6, 5, 5).contiguous()
+    sites = Weights().sites(Causal(), Inputs(x, mask))  # a warning would be an error
+    assert {site.how for site in sites} == {"outer products"}
+
+
+@pytest.mark.usefixtures("seeded")
 class Unpadded(nn.Module):
     """Tokens without those that are padding, as many as each query has."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -263,3 +264,42 @@ def test_what_a_loss_may_use_elsewhere_runs_with_copies():
     net, x = Autoencoder().double(), torch.randn(4, 3).double()
     copies, loop = (Tailored(net, TIED["by a flag"], adapt=Weights(how=how), steps=2, lr=0.1)(x) for how in ("vmap", "loop"))
     torch.testing.assert_close(copies, loop)
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("backprop", ["none", "last", "all"])
+def test_a_query_or_start_may_come_from_the_same_weights(backprop):
+    net, x = mlp(), queries()
+    model = Tailored(net, to_one, adapt=Weights(), steps=2, lr=0.05, backprop=backprop)
+    loop = model.replace(adapt=Weights(how="loop"))
+    torch.testing.assert_close(model(net(x)), loop(net(x)))
+    torch.testing.assert_close(model(model(x)), loop(loop(x)))
+    start = model.tailor(x)
+    torch.testing.assert_close(model.predict(x, model.replace(steps=1).tailor(x, start=start)), model.replace(steps=3)(x))
+    spent = net(x)
+    spent.sum().backward()
+    torch.testing.assert_close(model(spent.detach()), loop(spent.detach()))
+
+
+@pytest.mark.usefixtures("seeded")
+def test_sums_in_half_precision_are_no_use_elsewhere():
+    net = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8)).bfloat16()
+    Tailored(net, lambda m, x: m(x).flatten(1).square().mean(1), adapt=Weights())(torch.randint(0, 5, (300, 5)))
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_parameter_that_two_modules_hold_is_tried():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder, self.bias = nn.Linear(8, 4), nn.Parameter(torch.zeros(4))
+            self.decoder.bias = self.bias
+
+        def forward(self, h):
+            return self.decoder(h)
+
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Head()).double(), queries()
+    model = Tailored(net, to_one, adapt=Weights(), steps=2, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may take the slow way
+        torch.testing.assert_close(model(x), model.replace(adapt=Weights(how="loop"))(x))

@@ -438,3 +438,19 @@ def test_a_state_of_another_shape_is_refused_with_what_was_expected():
     state = {name: entry[:, :1] for name, entry in model.tailor(x).items()}
     with pytest.raises(ValueError, match=r"expected rows of shape \(6,\)"):
         model.predict(x, state)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value", "message"),
+    [
+        ({"optimizer": LBFGS()}, "adapt", Weights(), "needs a state of tensors"),
+        ({"optimizer": LBFGS()}, "backprop", "all", "cannot be differentiated"),
+        ({"backprop": "all", "recompute": True}, "backprop", "none", "recompute=True saves"),
+        ({}, "recompute", True, "recompute=True saves"),
+        ({"lr": [0.1, 0.1], "steps": 2}, "steps", 3, "lr has 2 step sizes"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_later_too(options, name, value, message):
+    model = tailored(**options)
+    with pytest.raises(ValueError, match=message):
+        setattr(model, name, value)

@@ -320,8 +320,9 @@ def test_what_the_batch_lends_and_takes_back_is_no_mixing(adapt):
         most = y.max()
         return (y - most).exp().sum(1).log() + most
 
-    model, x = Tailored(float_mlp(), stabilised, adapt=adapt, steps=2, lr=0.1), torch.randn(5, 3)
-    torch.testing.assert_close(model(x)[2:3], model(x[2:3]))
+    for count in (5, 1024):
+        model, x = Tailored(float_mlp(), stabilised, adapt=adapt, steps=2, lr=0.1), torch.randn(count, 3)
+        torch.testing.assert_close(model(x)[2:3], model(x[2:3]))
 
 
 def test_compiled_code_asks_all_queries_where_two_are_too_few():
@@ -343,3 +344,8 @@ def test_a_query_that_is_changed_in_place_later_is_noticed_then():
     model(torch.zeros(4, 3))
     with pytest.raises(ValueError, match="changes the query in place"):
         model(torch.full((4, 3), 3.0))
+
+
+def test_a_mean_over_a_large_batch_is_mixing():
+    with pytest.raises(ValueError, match="depend on another query's state"):
+        Tailored(float_mlp(), centred)(torch.randn(4096, 3))

@@ -438,9 +438,8 @@ def test_settings_may_change_later(change):
     torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(model.trace(x).prediction, expected)
     assert (before - expected).abs().max() > 1e-6
-    model.steps = 4
     with pytest.raises(ValueError, match="lr has 3 step sizes"):
-        model.replace(stop=None)(x)
+        model.steps = 4
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -543,3 +542,15 @@ def test_the_names_of_parameters_lead_to_them():
 def test_a_learned_start_needs_no_preparation_to_answer(backprop):
     model = Tailored(mlp(), drift, adapt=CN(nn.Tanh, learned_start=True), backprop=backprop)
     assert model(queries()).requires_grad
+
+
+def test_a_subclass_with_a_layer_of_its_own_is_saved_and_loaded():
+    class More(Tailored):
+        def __init__(self):
+            super().__init__(mlp(), drift, adapt=CN(nn.Tanh))
+            self.layer = nn.Linear(2, 3)
+
+    one, other = More(), More()
+    other.load_state_dict(one.state_dict())
+    torch.testing.assert_close(other.layer.weight, one.layer.weight)
+    assert {"layer.weight", "0.weight"} <= one.state_dict().keys()

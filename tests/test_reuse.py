@@ -437,7 +437,7 @@ def test_a_tensor_that_trains_and_is_no_parameter():
 
 def test_fresh_noise_is_not_kept_for_ever(monkeypatch):
     made: list[_reuse.Reuse] = []
-    monkeypatch.setattr("tailoring._tailored.Reuse", lambda *args: made.append(_reuse.Reuse(*args)) or made[-1])
+    monkeypatch.setattr("tailoring._answering.Reuse", lambda *args: made.append(_reuse.Reuse(*args)) or made[-1])
     with torch.no_grad():
         Tailored(mlp(), losses.Smooth(0.1, fresh=True), adapt=CN(LAST), steps=20)(X)
     assert max(len(kept) for kept in made[-1]._kept.values()) <= 4
