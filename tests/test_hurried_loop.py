@@ -6,6 +6,7 @@ import pytest
 import torch
 from nets import mlp, queries
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from tailoring import CN, Tailored, Weights
 from tailoring.baselines import Shared
@@ -248,6 +249,7 @@ def test_a_warm_start_that_makes_the_model_raise_is_left_for_home(options):
     torch.testing.assert_close(model.predict(x, state)[1:2], model.replace(steps=0)(x[1:2]))
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="there compiled code leaves out what cholesky checks")
 def test_a_query_that_makes_compiled_code_raise_fails_alone():
     def factorised(model, x):
         return torch.linalg.cholesky(torch.diag_embed(model(x) + 1.0))[:, 0, 0]
