@@ -29,6 +29,7 @@ _NOT_COMPILED = (
     "tailoring: this model or its loss cannot be compiled; compile=False answers in eager mode. A loss that differentiates the model is "
     "compiled if it does so by torch.func (not torch.autograd), with CN or with Weights(how='vmap')"
 )
+_RAISED = "the compiled program raised {}: this batch is answered in eager mode"
 
 
 class Compiling(Answering):
@@ -89,6 +90,7 @@ class Compiling(Answering):
                         self._fitted(batch)  # what eager mode refuses, too, is refused with its own words
                     error.add_note(_NOT_COMPILED)
                 elif may_be_of_some(error):
+                    warnings.warn(_RAISED.format(f"{type(error).__name__}: {error}".splitlines()[0]), stacklevel=2)
                     return self._eager_answer(x), True  # which finds out whose it is
                 raise
             return out, self._is_plain and places.answers_by_row

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._apart import UnfitLossError
 from ._kernels import may_look
 from ._states import State, device_of, rows_of, take
 
@@ -66,4 +67,4 @@ def infinite_elsewhere(values: Tensor | None, rows: Tensor, total: int) -> Tenso
 
 def may_be_of_some(error: Exception) -> bool:
     """Whether some queries' numbers may have raised it. Mistakes in the code, too little memory, a checkpoint's control flow have not."""
-    return isinstance(error, _BY_NUMBERS) and not isinstance(error, NotImplementedError | torch.OutOfMemoryError)
+    return isinstance(error, _BY_NUMBERS) and not isinstance(error, NotImplementedError | torch.OutOfMemoryError | UnfitLossError)

@@ -31,8 +31,6 @@ _CHANGES = (
     "the tailoring loss {} changes the query in place (x[...] = ..., x += ...), so every step, and the answer, would see another one: let "
     "it make a new tensor"
 )
-
-
 _UNSEEN = (
     "the tailoring loss {} uses the weight {!r} otherwise than by a call of its module (in a method, or a part that borrows it), where no "
     "query's own weights go: let it call the module, adapt with Weights(how='vmap'), or leave that weight out; what is to stay the plain "

@@ -258,4 +258,10 @@ def test_a_query_that_makes_compiled_code_raise_fails_alone():
     net, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(64, 3)
     model = Tailored(net, factorised, adapt=CN(nn.Tanh), steps=3, lr=0.8)
     with torch.no_grad(), pytest.warns(UserWarning, match="of 64 queries are answered untailored"):
-        torch.testing.assert_close(model.replace(compile={"backend": "aot_eager"})(x), model(x))
+        expected = model(x)
+    with (
+        torch.no_grad(),
+        pytest.warns(UserWarning, match="of 64 queries are answered untailored"),
+        pytest.warns(UserWarning, match="the compiled program raised .*: this batch is answered in eager mode"),
+    ):
+        torch.testing.assert_close(model.replace(compile={"backend": "aot_eager"})(x), expected)

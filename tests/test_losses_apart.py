@@ -346,6 +346,8 @@ def test_a_query_that_is_changed_in_place_later_is_noticed_then():
         model(torch.full((4, 3), 3.0))
 
 
-def test_a_mean_over_a_large_batch_is_mixing():
+@pytest.mark.parametrize("count", [1024, 16384])
+@pytest.mark.parametrize("adapt", [CN(), Weights()], ids=repr)
+def test_a_mean_over_a_large_batch_is_mixing(adapt, count):
     with pytest.raises(ValueError, match="depend on another query's state"):
-        Tailored(float_mlp(), centred)(torch.randn(4096, 3))
+        Tailored(float_mlp(), centred, adapt=adapt)(torch.randn(count, 3))

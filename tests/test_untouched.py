@@ -73,6 +73,7 @@ def test_a_buffer_that_holds_no_number_is_not_written_to():
             super().__init__()
             self.first, self.act, self.last = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)
             self.register_buffer("scale", torch.tensor([1.0, torch.nan]))
+            self.register_buffer("table", torch.ones(3).to(torch.float8_e4m3fn))
 
         def forward(self, x):
             return self.last(self.act(self.first(x))) * self.scale[0]
