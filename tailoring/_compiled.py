@@ -27,6 +27,7 @@ _SEARCH_GEMMS = {  # on CUDA: search for the kernels of matrix products, not of 
     "max_autotune_conv_backends": "ATEN",
     "autotune_num_choices_displayed": 0,
 }
+_BATCHED, _PLAIN = ("bmm", "baddbmm"), ("linear", "mm", "addmm")
 _RECORDED = {None, "reduce-overhead", "max-autotune"}  # the modes of torch.compile with CUDA graphs
 
 
@@ -96,7 +97,8 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
     """A backend as given; else Inductor, with CUDA graphs of our own, and without the repeats that the passes of one batch have."""
     if "backend" in given:
         return dict(given)
-    options, for_dynamo, searches, graphs = inductor_options(device, given)
+    options, for_dynamo, graphs = inductor_options(device, given)
+    by_default = options.items() >= _SEARCH_GEMMS.items()
     rest = {name: value for name, value in given.items() if name not in ("mode", "options")}
     if device.type != "cuda" or not graphs:
         return {**rest, "options": options | for_dynamo}
@@ -104,24 +106,40 @@ def _options(device: torch.device, given: Mapping[str, Any], owned: Callable[[],
         recorder = CudaGraphs()
 
     def recorded(program: fx.GraphModule, inputs: list[Any]) -> Program:
-        with as_in_a_chain() if searches else nullcontext():
-            compiled = torch._inductor.compile(program, inputs, options=options)
+        fitting = {**options, "max_autotune_gemm": False} if by_default and mostly_batched(program) else options
+        with as_in_a_chain() if searches_in(fitting) else nullcontext():
+            compiled = torch._inductor.compile(program, inputs, options=fitting)
         return Recorded(cast(Callable[..., Any], compiled), owned, recorder).__call__
 
     return {**rest, "backend": recorded, "options": for_dynamo}
 
 
-def inductor_options(device: torch.device, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool, bool]:
-    """Inductor's options, dynamo's, whether kernels are searched for, and whether CUDA graphs are wanted."""
+def inductor_options(device: torch.device, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Inductor's options, dynamo's, and whether CUDA graphs are wanted."""
     mode = given.get("mode")
     asked = {**_of_mode(mode), **given.get("options", {})}
     if device.type == "cuda" and mode is None and not asked.keys() & set(_SEARCHES):
         options = {**_REALIZED, **own_passes(), **_SEARCH_GEMMS, **asked}
     else:
-        options = {**_REALIZED, **own_passes(searches=any(map(asked.get, _SEARCHES))), **asked}
+        options = {**_REALIZED, **own_passes(searches=searches_in(asked)), **asked}
     for_dynamo = {"guard_filter_fn": options.pop("guard_filter_fn", _not_of_libraries)}
     graphs = options.pop("triton.cudagraphs", mode in _RECORDED)
-    return options, for_dynamo, any(map(options.get, _SEARCHES)), graphs
+    return options, for_dynamo, graphs
+
+
+def searches_in(options: Mapping[str, Any]) -> bool:
+    """Whether Inductor looks for the fastest kernels with these options."""
+    return any(map(options.get, _SEARCHES))
+
+
+def mostly_batched(program: fx.GraphModule) -> bool:
+    """Whether most of its products are of matrices that each query has of its own, as in convolutions with exact weights.
+
+    They have many shapes, so a search through their kernels takes minutes, and they read more than they multiply: on an H200 the search
+    of ResNet-18's took six of nine minutes and found nothing faster.
+    """
+    names = [getattr(node.target, "__name__", node.target) for node in program.graph.nodes if node.op in ("call_function", "call_method")]
+    return sum(map(names.count, _BATCHED)) > sum(map(names.count, _PLAIN))
 
 
 def _not_of_libraries(guards: Sequence[Any]) -> list[bool]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -169,9 +172,37 @@ def test_only_a_search_for_kernels_flips_gradients(monkeypatch, given, searches)
     ],
 )
 def test_what_is_searched_for(device, given, searched):
-    options, _, searches, graphs = _compiled.inductor_options(torch.device(device), given)
-    assert (searches, options.get("max_autotune_conv_backends")) == searched
+    options, _, graphs = _compiled.inductor_options(torch.device(device), given)
+    assert (_compiled.searches_in(options), options.get("max_autotune_conv_backends")) == searched
     assert graphs
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(36, 2))
+
+
+@pytest.mark.parametrize(
+    ("net", "shape", "adapt", "given", "searched"),
+    [
+        (convolutions, (3, 5, 5), CN(nn.Tanh), {}, True),
+        (convolutions, (3, 5, 5), Weights(), {}, False),
+        (convolutions, (3, 5, 5), Weights(), {"options": {"max_autotune_gemm": True}}, True),  # asked for
+        (lambda: mlp().float(), (4,), Weights(), {}, True),
+    ],
+)
+def test_products_of_queries_own_matrices_are_not_searched_for(monkeypatch, net, shape, adapt, given, searched):
+    """The programs are dynamo's own; in place of Inductor for CUDA, which is told what to do, they run as they are."""
+    told = []
+    monkeypatch.setattr(_compiled, "CudaGraphs", SimpleNamespace)
+    monkeypatch.setattr(_compiled, "Recorded", lambda run, *_: SimpleNamespace(__call__=run))
+    monkeypatch.setattr(_compiled, "as_in_a_chain", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch._inductor, "compile", lambda program, inputs, options: told.append(options) or program.forward)
+    backend = _compiled._options(torch.device("cuda"), given, lambda: [])["backend"]
+    model, x = Tailored(net(), drift, adapt=adapt, steps=2, lr=1e-2, compile={"backend": backend}), torch.randn(3, *shape)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.replace(compile=False)(x))
+    assert list(map(_compiled.searches_in, told)) == [searched]
 
 
 def test_trials_of_kernels_are_queued_and_find_the_cache_full(monkeypatch):
