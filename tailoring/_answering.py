@@ -41,10 +41,11 @@ class Answering(Fitting):
             refuse_mixing_modules(loss, structure and self._loss_structure)
         queries, places = count_rows(x), self._find_places(x, structure)
         if start is not None:
-            check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
+            identity = self._identity(Batch(x, queries, places), 1)
+            check_state(start, identity, self.adapt.rows(queries))
+            start = compact(start, identity)
         if seeds is not None:
             check_seeds(seeds, queries)
-        start = None if start is None else compact(start)
         if self.chunk is None or queries <= self.chunk:
             return [Batch(x, queries, places, seeds, start, self._reuse(places, queries))]
         parts = split_rows([x, start, seeds], self.chunk)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate
-from operator import mul
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +19,7 @@ from ._adapted import is_mapped
 from ._kernels import may_look
 from ._recurrent import in_plain_operations, unrolled_layers
 from ._sites import Reading, StandIn, alone, intercepted
-from ._trees import copies_per_query, tensors
+from ._trees import copies_per_query, row_major, tensors
 
 _OF_ONE_QUERY = (
     "the model's answer holds a {}, in which with weights for each query is what one of them has left: do without it (use_cache=False of "
@@ -78,7 +76,7 @@ def call_with_copies(
     with alone(), _as_they_were(model):  # functional_call swaps the module's weights while it runs
         shared = dict(model.named_parameters(remove_duplicate=False))
         slots = _slots(model, reading.path, changes)
-        own = {name: _row_major(shared[name] + change) for name, change in changes.items()}
+        own = {name: row_major(shared[name] + change) for name, change in changes.items()}
         results = _in_turn(one, own, *grouped) if loop else _at_once(model, one, own, *grouped)
     flat, out_spec = found[-1]
     if loop and may_look() and any(bool((results[leaf] != results[leaf][:1]).any()) for leaf in shared_out if leaf < len(results)):
@@ -136,15 +134,6 @@ def _as_they_were(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, t in made:
             module.__dict__[name] = t
-
-
-def _row_major(t: Tensor) -> Tensor:
-    """The same numbers in the order of the dimensions, which `contiguous` takes kernels of one pixel to be in in any case.
-
-    With the channels last PyTorch 2.13 makes wrong gradients of kernels on a CPU, under vmap and of single rows.
-    """
-    strides = tuple(accumulate(reversed(t.shape[1:]), mul, initial=1))[::-1]
-    return t if t.stride() == strides else t.clone(memory_format=torch.contiguous_format)
 
 
 class _Bare(nn.Module):

@@ -134,12 +134,12 @@ def zero_like(entry: Entry) -> Entry:
     return LowRank(((ZERO, left[:, :0].detach(), right[:, :0].detach()),))
 
 
-def compact(entry: Entry) -> Entry:
-    """The same with a matrix in one block, or as it is, where that is smaller."""
+def compact(entry: Entry, *, whole: bool = False) -> Entry:
+    """The same with a matrix in one block; or as it is, where that is smaller, or if it is to be `whole`."""
     if isinstance(entry, Tensor):
         return entry
     left, right = entry.factors()
-    if has_fractions(right) and not products_pay(left.shape[1], left.shape[2], right.shape[2]):
+    if has_fractions(right) and (whole or not products_pay(left.shape[1], left.shape[2], right.shape[2])):
         return entry.dense()
     return LowRank(((START, left, right),))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from . import _entries as entries
 from . import _states as states
 from ._apart import UnfitLossError
 from ._batch import Batch
@@ -154,7 +155,9 @@ class Fitting(Losing):
             if state is not None:
                 if kept is None and self.adapt.constant_start and not self.tailoring.wants_start:
                     self._starts.keep(batch, start)  # now, that it is known to be sound
-                return compact(state) if self.adapt.outer_products else state
+                if self.adapt.outer_products:  # one after another: all factors twice would be the most memory of all
+                    state = {name: entries.compact(state.pop(name)) for name in tuple(state)}
+                return state
         return self._fit(batch).state
 
     def _fit(self, batch: Batch, record: bool = False) -> Fit:

@@ -1,12 +1,7 @@
 """Rules: how a layer answers when every query has weights of its own, without a copy of the weights for each.
 
-For a linear layer z = W h + b, the gradient of a query's loss with respect to W is g h^T, with g its gradient with respect to z, so
-
-    after s steps   W_x h' + b_x = W h' + b - lr * sum_s g_s (h_s . h' + 1)
-
-The shared product W h' is one for the whole batch, and a query owns s pairs of vectors (`LowRank`). A rule is called in place of its
-layer, `rule(use, forward, module, args, kwargs)`, and returns the corrected output; on the way it lets the taps, if there are
-any, note h and z, from which `Tap.factors` and `Tap.matrices` make the next ones.
+A rule is called in place of its layer, `rule(use, forward, module, args, kwargs)`, and returns the corrected output; on the way it lets the
+taps, if there are any, note what goes in and comes out, from which `Tap.factors` and `Tap.matrices` make the next factors (`_uses.py`).
 """
 
 from __future__ import annotations
@@ -14,155 +9,27 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from ._entries import Entry, LowRank, as_tensor
-from ._states import State
-from ._taps import Tap, Taps
-from ._trees import copies_per_query, has_fractions, repeat_rows
+from ._convolutions import convolution
+from ._trees import copies_per_query, repeat_rows
+from ._uses import Use
 
-
-@dataclass(frozen=True)
-class Use:
-    """A module with adapted parameters: their names in the state, by their names in the module."""
-
-    names: dict[str, str]
-    rows: int  # the dimension of its inputs and outputs that holds the queries
-    queries: int
-    state: State
-    tapped: frozenset[str]  # the names whose gradients come from taps
-    taps: Taps | None
-
-    def entry(self, local: str) -> Entry | None:
-        return self.state[self.names[local]] if local in self.names else None
-
-    def by_query(self, t: Tensor) -> Tensor:
-        """(queries * k, ..., C), the queries in dimension `rows`, -> (queries, all other rows, C)"""
-        t = t.movedim(self.rows, 0)
-        copies_per_query(t.shape[0], self.queries, "input of a layer with adapted weights")
-        return t.reshape(self.queries, -1, t.shape[-1])
-
-    def back(self, t: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `by_query`, to the shape of `like`."""
-        return _laid_out_as(like, t.reshape(like.movedim(self.rows, 0).shape).movedim(0, self.rows))
-
-    def own(self, local: str, shared: Tensor) -> Tensor:
-        """Every query's copy of a (small) parameter, (queries, *its shape)."""
-        entry = self.entry(local)
-        return shared.expand(self.queries, *shared.shape) if entry is None else shared + as_tensor(entry)
-
-    def corrected(
-        self, out: Tensor, given: Tensor, shape: tuple[int, ...], prefix: str = "", first: int = 0, skip: int | None = None
-    ) -> Tensor:
-        """The shared output, (queries, rows, out), plus what the query's own weight and bias add to it."""
-        weight, bias = f"{prefix}weight", f"{prefix}bias"
-        change, offset = self.entry(weight), self.entry(bias)
-        if change is not None:
-            out = _add_product(out, given, change, first, skip)
-        if offset is not None:
-            out = out + _part(as_tensor(offset), 1, first, out)[:, None].to(out.dtype)
-        names = [self.names[n] if self.names.get(n) in self.tapped else None for n in (weight, bias)]
-        if self.taps is not None and any(names):
-            out = self.taps.listen(Tap(names[0], names[1], given, shape, first, skip), out)
-        return out
-
-
-How = Literal["outer products", "rows of a table", "small copies", "copies"]
+How = Literal["outer products", "own kernels", "rows of a table", "small copies", "copies"]
 TAPPED = ("outer products", "rows of a table")
 Rule = Callable[[Use, Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _add_product(out: Tensor, given: Tensor, change: Entry, first: int, skip: int | None) -> Tensor:
-    """out + given @ change^T for each query, with change (out, in) given as outer products or as it is; no gradient at the index `skip`."""
-    if isinstance(change, LowRank):
-        if not change.rank:
-            return out
-        if is_dynamo_compiling() and given.is_floating_point() and given.shape[1] == 1:
-            return _add_products_one_by_one(out, given, change, first)
-        left, right = change.factors()  # (queries, rank, out), (queries, rank, in)
-        dots = torch.bmm(given, right.mT.to(given.dtype)) if has_fractions(right) else given[:, :, None] == right[:, None, :]
-        return torch.baddbmm(out, dots.to(out.dtype), _part(left, 2, first, out).to(out.dtype))  # sum_r left_r (right_r . h')
-    if not has_fractions(given):  # a table that other layers share: (queries, rows of the table, out)
-        picked = torch.take_along_dim(change, given[..., None], 1)
-        return out + (picked if skip is None else torch.where(given[..., None] == skip, picked.detach(), picked))
-    change = _part(change.flatten(2), 1, first, out).to(out.dtype)
-    groups = given.shape[-1] // change.shape[-1]
-    if groups == 1:
-        return torch.baddbmm(out, given.to(out.dtype), change.mT)
-    return out + torch.einsum("qpgi,qgoi->qpgo", given.unflatten(-1, (groups, -1)), change.unflatten(1, (groups, -1))).flatten(2)
-
-
-def _part(t: Tensor, dim: int, first: int, out: Tensor) -> Tensor:
-    """Of all outputs of a weight, along `dim`, those that `out` has."""
-    return t if t.shape[dim] == out.shape[-1] else t.narrow(dim, first, out.shape[-1])
-
-
-def _add_products_one_by_one(out: Tensor, given: Tensor, change: LowRank, first: int) -> Tensor:
-    """The same for one row per query in compiled code, which fuses all of it: no factors are copied together, no tiny products made."""
-    for _, left, right in change.blocks:
-        if left.shape[1]:
-            dots = (right.to(given.dtype) * given).sum(-1, keepdim=True)  # (queries, rank, 1)
-            out = out + (dots.to(out.dtype) * _part(left, 2, first, out).to(out.dtype)).sum(1, keepdim=True)
-    return out
 
 
 def linear(use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     (x,) = (*args, *kwargs.values())
     out = forward(x)
     return use.back(use.corrected(use.by_query(out), use.by_query(x), tuple(module.weight.shape)), out)
-
-
-def convolution(use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A convolution is a linear map of patches."""
-    (x,) = (*args, *kwargs.values())
-    out = forward(x)
-    copies = copies_per_query(x.shape[0], use.queries, "input of a convolution with adapted weights")
-    by_channel = out.movedim(1, -1)  # (rows, *positions, out), as it lies in memory if the channels are last
-    positions = copies * math.prod(out.shape[2:])
-    patches = _patches(module, x).reshape(use.queries, positions, -1)
-    flat = by_channel.reshape(use.queries, positions, -1)
-    new = use.corrected(flat, patches, tuple(module.weight.shape))
-    return _laid_out_as(out, new.reshape(by_channel.shape).movedim(-1, 1))
-
-
-def _laid_out_as(out: Tensor, new: Tensor) -> Tensor:
-    """The model may go on with `.view`, which asks for numbers in their order."""
-    return new.contiguous() if out.is_contiguous() else new
-
-
-def _patches(module: Any, x: Tensor) -> Tensor:
-    """(rows, ..., in * kernel), a patch for each position"""
-    if any(padding := _padding(module)):
-        x = F.pad(x, padding, "constant" if module.padding_mode == "zeros" else module.padding_mode)
-    sizes = [module.kernel_size, module.dilation, module.stride]
-    if x.ndim == 3:  # a sequence is an image of height one
-        x, sizes = x.unsqueeze(2), [(1, *size) for size in sizes]
-    kernel, dilation, stride = sizes
-    if x.is_cuda and set(dilation) == {1} and not is_dynamo_compiling():
-        return _windows(x, kernel, stride)
-    return F.unfold(x, kernel, dilation=dilation, stride=stride).mT
-
-
-def _padding(module: Any) -> list[int]:
-    """As `F.pad` takes it, and as the module does: that with zeros may have been set since it was made."""
-    padding = module.padding
-    if module.padding_mode != "zeros" or isinstance(padding, str):
-        return module._reversed_padding_repeated_twice
-    each = padding if isinstance(padding, tuple | list) else [padding] * len(module.kernel_size)
-    return [p for p in reversed(each) for _ in range(2)]
-
-
-def _windows(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tensor:
-    """What `F.unfold` makes, as a view to be copied: on CUDA that one starts a kernel for each row. (On a CPU it is the faster one.)"""
-    views = x.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])  # (rows, in, down, across, *kernel)
-    return views.permute(0, 2, 3, 1, 4, 5)
 
 
 def embedding(use: Use, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -179,3 +181,12 @@ def copies_per_query(rows: int, queries: int, where: str) -> int:
 
 def has_fractions(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
+
+
+def row_major(t: Tensor) -> Tensor:
+    """The same numbers in the order of the dimensions, which `contiguous` takes kernels of one pixel to be in in any case.
+
+    With the channels last PyTorch 2.13 makes wrong gradients of kernels on a CPU, under vmap and of single rows.
+    """
+    strides = tuple(accumulate(reversed(t.shape[1:]), mul, initial=1))[::-1]
+    return t if t.stride() == strides else t.clone(memory_format=torch.contiguous_format)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ._casts import Site
+from ._convolutions import convolution, own_kernels_pay
 from ._layers import How, rule_for
 from ._recurrent import is_patched
 from ._watch import Seen
@@ -45,6 +47,24 @@ def apart_if_tied(sites: list[Site]) -> list[Site]:
     for s in sites:
         kinds.setdefault(s.key, set()).add(s.how)
     return [s if len(kinds[s.key]) == 1 else replace(s, how="copies") for s in sites]
+
+
+def with_own_kernels(sites: list[Site], model: nn.Module, seen: list[Seen]) -> list[Site]:
+    """Convolutions whose outer products would be larger than their kernels have these for each query, if all that share one have."""
+    positions: dict[str, int] = {}  # of one query, in all calls of a module
+    for s in seen:
+        if s.leaf == 0 and s.rows == 0:
+            positions[s.name] = positions.get(s.name, 0) + s.shape[0] * math.prod(s.shape[2:]) // 2
+    modules = {name: model.get_submodule(name) for name in positions}
+    fit = {name for name, module in modules.items() if _has_kernels(module) and own_kernels_pay(module, positions[name])}
+    while tied := fit & {s.module for s in sites if s.key in {other.key for other in sites if other.module not in fit}}:
+        fit -= tied
+    return [replace(s, how="own kernels") if s.module in fit and s.how == "outer products" else s for s in sites]
+
+
+def _has_kernels(module: nn.Module) -> bool:
+    found = rule_for(module)
+    return found is not None and found[1] is convolution
 
 
 def differs_by_call(sites: list[Site], seen: list[Seen]) -> str | None:

@@ -21,7 +21,7 @@ from ._doubt import doubt
 from ._entries import Entry, LowRank, as_tensor
 from ._inner import differentiate
 from ._kernels import all_modules
-from ._layers import TAPPED, Use, rule_for
+from ._layers import TAPPED, rule_for
 from ._listening import collect, listen, listen_compiled
 from ._recurrent import in_plain_operations, is_patched
 from ._sites import Around, At, Reading, alone, check_at, describe, matching
@@ -29,8 +29,11 @@ from ._states import State
 from ._taps import Taps, transformed
 from ._trees import count_rows, map_tensors, tensors
 from ._unseen import unseen_weight
+from ._uses import Use
 from ._watch import checkpoint_error, refuse_checkpoints, refuse_disorder, watch
-from ._weight_sites import apart_if_tied, by_rule, differs_by_call, site_of, with_rows
+from ._weight_sites import apart_if_tied, by_rule, differs_by_call, site_of, with_own_kernels, with_rows
+
+_MATRICES = ("outer products", "own kernels")  # kept as (out, all other dimensions)
 
 
 class Weights(Adapter):
@@ -62,7 +65,7 @@ class Weights(Adapter):
         modules = all_modules(model)
         with alone():  # else a layer that another thread adapts just now would look like one that was patched
             patched = [id(module.__dict__["forward"]) for module in modules if is_patched(module)]
-        weights = [(name, id(p)) for module in modules for name, p in module._parameters.items()]
+        weights = [(name, id(p), p is not None and p.device.type) for module in modules for name, p in module._parameters.items()]
         rules = [(type(module), rule_for(module)) for module in modules] if self.how == "rules" else []
         return *weights, *rules, *patched
 
@@ -80,7 +83,7 @@ class Weights(Adapter):
         whole = with_rows([site_of(name, "", name, named[name], "copies", copied=True) for name in named if name in chosen], seen)
         if self.how != "rules":
             return whole
-        ruled = apart_if_tied(by_rule(model, chosen))
+        ruled = with_own_kernels(apart_if_tied(by_rule(model, chosen)), model, seen)
         sites = with_rows(ruled, seen)
         refuse_disorder(s for s in seen if s.name in {site.module for site in sites})
         if _is_whole(sites):
@@ -143,7 +146,7 @@ class Weights(Adapter):
             found = hear(evaluate, state, free, graph)
         if found is None:  # a second derivative uses the weights twice: let autograd see them
             values, grads = differentiate(evaluate, {s.key: entries.dense(state[s.key], s.shape) for s in sites}, graph)
-            kernels = {s.key for s in sites if s.how == "outer products" and len(s.shape) > 2}  # kept as matrices
+            kernels = {s.key for s in sites if s.how in _MATRICES and len(s.shape) > 2}
             return values, {name: as_tensor(g).flatten(2) if name in kernels else g for name, g in grads.items()}
         values, grads, heard = found
         return values, {name: grads[name] if name in free else collect(name, heard, entry, step) for name, entry in state.items()}
@@ -287,6 +290,8 @@ def _nothing_moved(site: Site, queries: int, device: torch.device | None) -> Ent
 
     if site.how == "rows of a table":
         return LowRank(((entries.START, zeros(0, site.shape[1]), zeros(0, dtype=torch.int64)),))
+    if site.how == "own kernels" and len(site.shape) > 1:
+        return zeros(site.shape[0], math.prod(site.shape[1:]))
     if site.how == "outer products" and len(site.shape) > 1:
         return LowRank(((entries.START, zeros(0, site.shape[0]), zeros(0, math.prod(site.shape[1:]))),))
     return zeros(*site.shape)

@@ -152,7 +152,9 @@ ON_THE_H200 = [  # the lines of the table in docs/performance.md: program, setti
     ("peers", 1024, "high", "Weights compiled", "JAX weights"),
     *(("peers", n, matmul, "Weights compiled", "CN compiled") for n in (1024, 16384) for matmul in ("high", "highest")),
     ("peers", 1024, "high", "Weights", "torch.func.vmap"),
-    *(("architectures", "resnet18", "high", case, "vmap") for case in ("Weights compiled", "Weights")),
+    *(("architectures", "resnet18", "high", "Weights compiled", against) for against in ("vmap compiled", "vmap", "vmap by hand")),
+    *(("architectures", "resnet18", "high", "Weights", against) for against in ("vmap", "vmap by hand")),
+    ("architectures", 256, "high", "Weights", "vmap"),
     ("architectures", "transformer", "high", "Weights compiled", "vmap"),
     ("architectures", "transformer", "high", "CN compiled", "plain"),
 ]

@@ -15,7 +15,7 @@ from torch._inductor.runtime import benchmarking
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tailoring import CN, Tailored, Weights, _autotune, _compiled, _passes, _products, losses
+from tailoring import CN, Tailored, Weights, _autotune, _compiled, _passes, _products, _weight_sites, losses
 from tailoring._autotune import as_in_a_chain
 from tailoring._flipped import flip_gradients
 from tailoring._layouts import turn_weights
@@ -193,6 +193,7 @@ def convolutions():
 def test_products_of_queries_own_matrices_are_not_searched_for(monkeypatch, net, shape, adapt, given, searched):
     """The programs are dynamo's own; in place of Inductor for CUDA, which is told what to do, they run as they are."""
     told = []
+    monkeypatch.setattr(_weight_sites, "own_kernels_pay", lambda module, positions: False)  # as on a GPU
     monkeypatch.setattr(_compiled, "CudaGraphs", SimpleNamespace)
     monkeypatch.setattr(_compiled, "Recorded", lambda run, *_: SimpleNamespace(__call__=run))
     monkeypatch.setattr(_compiled, "as_in_a_chain", nullcontext)

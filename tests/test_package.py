@@ -58,6 +58,8 @@ ROOMS = [
 ]
 ROOMS += [
     "_unseen",
+    "_uses",
+    "_convolutions",
     "_layers",
     "_weight_sites",
     "_listening",

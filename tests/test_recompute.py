@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tailoring import CN, Tailored, Weights, losses, outer_losses
+from tailoring.nn import ResidualMLP
 
 
 class LearnedLoss(nn.Module):
@@ -213,7 +214,7 @@ class Living(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
+        self.most, self.where = 0, ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -222,7 +223,9 @@ class Living(TorchDispatchMode):
                 storage = StorageWeakRef(t.untyped_storage())
                 self.made[storage.cdata] = storage, t.untyped_storage().nbytes()
         self.made = {key: pair for key, pair in self.made.items() if not pair[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.made.values()))
+        now = sum(size for _, size in self.made.values())
+        if now > self.most:
+            self.most, self.where = now, func.__name__
         return out
 
 
@@ -258,6 +261,16 @@ def test_memory_does_not_grow_with_the_steps_with_none_and_last(backprop, losses
 def test_with_all_it_grows_by_a_steps_activations_and_recomputed_by_the_state(losses):
     assert growth(losses, recompute=False) > 8
     assert 1 <= growth(losses) < 1.2
+
+
+def test_exact_weights_take_the_most_memory_in_a_pass_not_when_their_factors_are_put_together():
+    x = torch.randn(256, 8)
+    model = Tailored(ResidualMLP(8, width=64), drift, adapt=Weights(), steps=5, lr=1e-3)
+    with torch.no_grad():
+        model(x)  # the first call looks at the loss
+    with torch.no_grad(), Living() as living:
+        model(x)
+    assert living.where != "cat.default"  # which puts them together: all would be there twice
 
 
 @pytest.mark.gpu

@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import BasicBlock, UNet, drift, mlp, queries, summed_error
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tailoring import CN, Support, Tailored, Weights, losses, outer_losses
 from tailoring import _states as states
 from tailoring._entries import LowRank
-from tailoring._layers import _windows
 from tailoring.nn import ResidualMLP
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -431,16 +429,3 @@ def test_it_is_sixty_times_faster_than_vmap_and_at_most_three_times_slower_than_
         seconds[name] = min(times)
     assert seconds["vmap"] > 60 * seconds["rules"]
     assert seconds["rules"] < 3 * seconds["CN"]
-
-
-@pytest.mark.parametrize(("kernel", "stride"), [((3, 3), (1, 1)), ((2, 3), (2, 1)), ((1, 4), (1, 3))])
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-def test_patches_of_a_gpu_are_those_of_a_cpu(kernel, stride, memory):
-    x = torch.randn(3, 2, 6, 7, dtype=torch.float64).contiguous(memory_format=memory).requires_grad_()
-    ours, theirs = _windows(x, kernel, stride).flatten(3).flatten(1, 2), F.unfold(x, kernel, stride=stride).mT
-    assert torch.equal(ours, theirs)
-    weights = torch.randn_like(theirs)
-    for patches in (ours, theirs):
-        (patches.sin() * weights).sum().backward()
-    (gradient,) = torch.autograd.grad((_windows(x, kernel, stride).flatten(3).flatten(1, 2).sin() * weights).sum(), x)
-    torch.testing.assert_close(x.grad, 2 * gradient)
