@@ -176,8 +176,14 @@ ON_THE_CPU = [
         ("peers", 256, "highest", case, "Weights")
         for case in ("torch.func.vmap", "torch.func.vmap compiled", "CN", "CN compiled", "JAX CN")
     ),
-    ("architectures", "resnet18", "highest", "Weights", "vmap"),
-    ("architectures", "resnet18", "highest", "Weights compiled", "vmap compiled"),
+    *(
+        ("architectures", network, "highest", f"Weights{mode}", f"{vmap}{mode}")
+        for network, vmaps in (("resnet18", ("vmap", "vmap by hand")), ("resnet20", ("vmap by hand",)))
+        for vmap in vmaps
+        for mode in ("", " compiled")
+    ),
+    ("architectures", "transformer", "highest", "Weights", "vmap by hand"),
+    ("architectures", "transformer", "highest", "Weights compiled", "Weights"),
 ]
 
 
