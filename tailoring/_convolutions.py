@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from ._entries import as_tensor, products_pay
+from ._entries import dense, products_pay
 from ._trees import copies_per_query, row_major
 from ._uses import Use, laid_out_as
 
+_LEAST_WORK = 1 << 16  # multiplications of a group
 _GIVEN = "input of a convolution with adapted weights"
 
 
@@ -35,7 +37,7 @@ def convolution(use: Use, forward: Callable[..., Any], module: Any, args: tuple[
 def _side_by_side(use: Use, module: Any, x: Tensor) -> Tensor:
     """The queries as groups of channels of one image, each with kernels of its own."""
     copies = copies_per_query(x.shape[0], use.queries, _GIVEN)
-    changes = as_tensor(use.state[use.names["weight"]]).reshape(use.queries, *module.weight.shape)
+    changes = dense(use.state[use.names["weight"]], tuple(module.weight.shape))  # outer products: of another size of images
     kernels = row_major(module.weight + changes).flatten(0, 1)
     bias = None if module.bias is None else use.own("bias", module.bias).flatten()
     padding = module.padding
@@ -44,17 +46,25 @@ def _side_by_side(use: Use, module: Any, x: Tensor) -> Tensor:
     image = x.unflatten(0, (use.queries, copies)).transpose(0, 1).flatten(1, 2)  # (copies, queries * in, ...)
     convolve = F.conv1d if x.ndim == 3 else F.conv2d
     out = convolve(image, kernels, bias, module.stride, padding, module.dilation, use.queries * module.groups)
-    return out.unflatten(1, (use.queries, -1)).transpose(0, 1).flatten(0, 1)
+    out = out.unflatten(1, (use.queries, -1)).transpose(0, 1).flatten(0, 1)
+    return out.contiguous(memory_format=torch.channels_last) if _has_channels_last(x) or _has_channels_last(module.weight) else out
+
+
+def _has_channels_last(t: Tensor) -> bool:
+    """As PyTorch's convolutions ask of their input and their kernels, to answer alike."""
+    return t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
 
 
 def own_kernels_pay(module: Any, positions: int) -> bool:
     """Whether a kernel for each query is smaller than a single step's outer products, and runs faster than a product with patches.
 
-    That it does is known of CPUs only: 2 to 15 times there (16 to 128 channels, 1 to 64 queries, float32; less in float64).
+    That it does is known of CPUs only: 2 to 15 times there (16 to 128 channels, 1 to 64 queries, float32; less in float64). With little to
+    do for each group (depthwise convolutions) it is slower, since PyTorch differentiates twice, and in float64 once, group by group.
     """
     weight = module.weight
     smaller = module.groups > 1 or not products_pay(positions, weight.shape[0], math.prod(weight.shape[1:]))
-    return smaller and weight.device.type == "cpu" and not weight.is_complex()
+    work = positions * weight.numel() // module.groups
+    return smaller and work >= _LEAST_WORK and weight.device.type == "cpu" and not weight.is_complex()
 
 
 def _patches(module: Any, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from ._states import State
 from ._taps import Tap, Taps
+
+_LEAST = 1e-2  # of the largest gradient of all: what a weight's two uses leave of each other, as in losses of agreement, may be rounding
 
 
 @torch.no_grad()
@@ -28,6 +31,8 @@ def unseen_weight(shared: dict[str, Tensor], losses: Tensor, state: State, taps:
     everywhere = dict(zip(asked, grads, strict=False))
     of_free = dict(zip(free, grads[len(asked) :], strict=False))
     heard = [(tap, g) for (tap, _), g in zip(listened, grads[len(asked) + len(free) :], strict=True) if g is not None]
+    sizes = [float(g.abs().max()) for g in grads[: len(asked)] if g is not None and g.numel()]
+    least = _LEAST * max((size for size in sizes if math.isfinite(size)), default=0.0)
     told = False
     for name, whole in everywhere.items():
         if whole is None or not bool(whole.isfinite().all()):
@@ -41,7 +46,7 @@ def unseen_weight(shared: dict[str, Tensor], losses: Tensor, state: State, taps:
         seen, size = (sum((part[i].reshape(whole.shape).to(whole.dtype) for part in parts), torch.zeros_like(whole)) for i in (0, 1))
         largest = float(whole.abs().max()) if whole.numel() else 0.0
         told = told or largest > 0
-        if float((seen - whole).abs().max()) > _share(losses, whole) * max(float(size.abs().max()), largest):
+        if float((seen - whole).abs().max()) > _share(losses, whole) * max(float(size.abs().max()), largest, least):
             return name, True
     return None, told
 

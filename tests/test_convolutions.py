@@ -13,11 +13,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tailoring import Tailored, Weights, _weight_sites
+from tailoring import Tailored, Weights, _convolutions, _weight_sites
 from tailoring._convolutions import _windows
 from tailoring._entries import LowRank
 
 CONVOLUTIONS = [name for name in LAYERS if "conv" in name]
+
+
+@pytest.fixture(autouse=True)
+def small_ones_too(monkeypatch):
+    """Kernels of their own, however little there is to do for each."""
+    monkeypatch.setattr(_convolutions, "_LEAST_WORK", 0)
 
 
 @pytest.fixture
@@ -62,13 +68,24 @@ def test_they_run_without_patches(own, request):
 
 @pytest.mark.parametrize("backprop", ["none", "last", "all"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-@pytest.mark.usefixtures("by_patches")
-def test_by_patches_every_convolution_is_exact(name, backprop):
+@pytest.mark.parametrize("own", [True, False])
+def test_every_convolution_is_exact(own, name, backprop, request):
+    if not own:
+        request.getfixturevalue("by_patches")
     torch.manual_seed(0)
     net, x = LAYERS[name]()
     net = net.double()
-    assert set(hows(net, x).values()) == {"outer products"}
+    assert ("own kernels" in hows(net, x).values()) == (own and name != "conv, patches")
     assert_exact(net, x, backprop=backprop)
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
+def test_where_there_is_little_to_do_for_a_group_patches_are_made(groups, monkeypatch):
+    monkeypatch.undo()
+    net = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=groups), nn.Tanh(), nn.Conv2d(16, 16, 3, padding=1, groups=groups))
+    for size, of_one in ((32, "own kernels"), (4, "outer products")):
+        expected = "outer products" if groups == 16 else of_one
+        assert set(hows(net, torch.randn(2, 16, size, size)).values()) == {expected}
 
 
 class Views(nn.Module):
@@ -119,6 +136,52 @@ def test_the_kernel_or_the_bias_alone(at):
     torch.manual_seed(0)
     net, x = LAYERS["conv, kernel"]()
     assert_exact(net.double(), x, at=(at,))
+
+
+def test_a_state_of_small_images_answers_large_ones():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    small, large = image(8, 2, 2), image(8, 16, 16)
+    ours, theirs = (Tailored(net, smooth, adapt=Weights(how=how), steps=1, lr=0.5) for how in ("rules", "vmap"))
+    assert [hows(net, x)["0.weight"] for x in (small, large)] == ["outer products", "own kernels"]
+    for answer in (lambda model, x, state: model.predict(x, state), lambda model, x, state: model.adapted(x, state)(x)):
+        for a, b in ((small, large), (large, small)):
+            found, expected = (answer(model, b, model.tailor(a)) for model in (ours, theirs))
+            torch.testing.assert_close(found, expected, **EXACT)
+            assert (found - net(b)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("of", ["input", "kernel", "neither"])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_answers_lie_in_memory_as_the_layers_own(mode, of, memory):
+    """A model may view them so."""
+    layer, x = nn.Conv2d(4, 5, 3, padding=1, padding_mode=mode).double(), image(4, 6, 6)
+    layer = layer.to(memory_format=memory) if of == "kernel" else layer
+    x = x.contiguous(memory_format=memory) if of == "input" else x
+    seen = []
+    net = nn.Sequential(layer, nn.Tanh(), nn.Flatten())
+    net[1].register_forward_pre_hook(lambda module, given: seen.append(given[0].stride()))
+    expected = layer(x).stride()
+    model = Tailored(net, smooth, adapt=Weights(), steps=1, lr=0.1).prepare(x)
+    assert hows(net, x)["0.weight"] == "own kernels"
+    seen.clear()
+    model(x)
+    assert set(seen) == {expected}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_uses_of_a_bias_that_cancel_are_no_use_elsewhere(dtype):
+    """As in losses of agreement: what is left of them is rounding."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1)).to(dtype)
+        x = torch.randn(3, 3, 12, 12, dtype=dtype)
+        ours, theirs = (
+            Tailored(net, lambda m, x: (m(x) - m(x.flip(-1)).flip(-1)).flatten(1).square().mean(1), adapt=Weights(how=how), lr=1.0)(x)
+            for how in ("rules", "vmap")
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
