@@ -155,6 +155,8 @@ def _measure(cases: Cases, name: str, options: Options) -> dict[str, Any]:
         wait()
         first = time.perf_counter() - begin
         for _ in range(first_ones, _WARM):
+            if time.perf_counter() - begin > 10 * options.seconds + first:  # a loop over single queries, say
+                break
             run()
         wait()
         ours = cuda and not hasattr(run, "peak")  # else nothing of PyTorch's is to run there
