@@ -11,7 +11,7 @@ from torch import Tensor
 from ._states import State
 from ._taps import Tap, Taps
 
-_LEAST = 1e-2  # of the largest gradient of all: what a weight's two uses leave of each other, as in losses of agreement, may be rounding
+_ROUNDING = 100  # times eps, of the largest gradient of all: what two uses of a weight leave of each other, as in losses of agreement
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def unseen_weight(shared: dict[str, Tensor], losses: Tensor, state: State, taps:
     of_free = dict(zip(free, grads[len(asked) :], strict=False))
     heard = [(tap, g) for (tap, _), g in zip(listened, grads[len(asked) + len(free) :], strict=True) if g is not None]
     sizes = [float(g.abs().max()) for g in grads[: len(asked)] if g is not None and g.numel()]
-    least = _LEAST * max((size for size in sizes if math.isfinite(size)), default=0.0)
+    largest_of_all = max((size for size in sizes if math.isfinite(size)), default=0.0)
     told = False
     for name, whole in everywhere.items():
         if whole is None or not bool(whole.isfinite().all()):
@@ -46,7 +46,8 @@ def unseen_weight(shared: dict[str, Tensor], losses: Tensor, state: State, taps:
         seen, size = (sum((part[i].reshape(whole.shape).to(whole.dtype) for part in parts), torch.zeros_like(whole)) for i in (0, 1))
         largest = float(whole.abs().max()) if whole.numel() else 0.0
         told = told or largest > 0
-        if float((seen - whole).abs().max()) > _share(losses, whole) * max(float(size.abs().max()), largest, least):
+        rounding = _ROUNDING * torch.finfo(whole.dtype).eps * largest_of_all
+        if float((seen - whole).abs().max()) > max(rounding, _share(losses, whole) * max(float(size.abs().max()), largest)):
             return name, True
     return None, told
 

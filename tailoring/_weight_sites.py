@@ -57,7 +57,11 @@ def with_own_kernels(sites: list[Site], model: nn.Module, seen: list[Seen]) -> l
             positions[s.name] = positions.get(s.name, 0) + s.shape[0] * math.prod(s.shape[2:]) // 2
     modules = {name: model.get_submodule(name) for name in positions}
     fit = {name for name, module in modules.items() if _has_kernels(module) and own_kernels_pay(module, positions[name])}
-    while tied := fit & {s.module for s in sites if s.key in {other.key for other in sites if other.module not in fit}}:
+    while True:
+        others = {s.key for s in sites if s.module not in fit}
+        tied = fit & {s.module for s in sites if s.key in others}
+        if not tied:
+            break
         fit -= tied
     return [replace(s, how="own kernels") if s.module in fit and s.how == "outer products" else s for s in sites]
 
