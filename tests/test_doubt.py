@@ -249,6 +249,15 @@ def test_a_loss_that_uses_a_weight_elsewhere_is_refused(loss, count):
 
 
 @pytest.mark.usefixtures("seeded")
+def test_so_is_one_beside_gradients_that_are_ten_thousand_times_as_large():
+    def loss(m, x):
+        return 1e4 * m.head(m.encode(x).detach()).square().sum(1) + TIED["by a method"](m, x)
+
+    with pytest.raises(ValueError, match=r"uses the weight 'enc.weight' otherwise than by a call of its module"):
+        Tailored(Autoencoder(), loss, adapt=Weights(), steps=2, lr=0.1)(torch.randn(5, 3))
+
+
+@pytest.mark.usefixtures("seeded")
 def test_an_anchor_is_no_use_elsewhere():
     net, x = mlp(), queries()
 
