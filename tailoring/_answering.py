@@ -41,9 +41,8 @@ class Answering(Fitting):
             refuse_mixing_modules(loss, structure and self._loss_structure)
         queries, places = count_rows(x), self._find_places(x, structure)
         if start is not None:
-            identity = self._identity(Batch(x, queries, places), 1)
-            check_state(start, identity, self.adapt.rows(queries))
-            start = compact(start, identity)
+            check_state(start, self._identity(Batch(x, queries, places), 1), self.adapt.rows(queries))
+            start = compact(start)
         if seeds is not None:
             check_seeds(seeds, queries)
         if self.chunk is None or queries <= self.chunk:

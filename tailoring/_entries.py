@@ -121,10 +121,14 @@ def own_shape(entry: Entry) -> tuple[int, ...]:
     return (left.shape[2], *right.shape[2:])
 
 
+def matrices(entry: Entry, table: int = 0) -> Tensor:
+    """An entry as one tensor: outer products as the matrices that they are, or the table of so many rows."""
+    return entry.dense(table) if isinstance(entry, LowRank) else entry
+
+
 def dense(entry: Entry, shape: tuple[int, ...]) -> Tensor:
     """The entry of a parameter of this shape as one tensor, (rows, *shape)."""
-    matrices = entry.dense(shape[0]) if isinstance(entry, LowRank) else entry
-    return matrices.reshape(-1, *shape)
+    return matrices(entry, shape[0]).reshape(-1, *shape)
 
 
 def zero_like(entry: Entry) -> Entry:
@@ -134,12 +138,12 @@ def zero_like(entry: Entry) -> Entry:
     return LowRank(((ZERO, left[:, :0].detach(), right[:, :0].detach()),))
 
 
-def compact(entry: Entry, *, whole: bool = False) -> Entry:
-    """The same with a matrix in one block; or as it is, where that is smaller, or if it is to be `whole`."""
+def compact(entry: Entry) -> Entry:
+    """The same with a matrix in one block, or as it is, where that is smaller."""
     if isinstance(entry, Tensor):
         return entry
     left, right = entry.factors()
-    if has_fractions(right) and (whole or not products_pay(left.shape[1], left.shape[2], right.shape[2])):
+    if has_fractions(right) and not products_pay(left.shape[1], left.shape[2], right.shape[2]):
         return entry.dense()
     return LowRank(((START, left, right),))
 

@@ -37,13 +37,9 @@ def zero_like(state: State) -> State:
     return {name: entries.zero_like(entry) for name, entry in state.items()}
 
 
-def compact(state: State, identity: State | None = None) -> State:
-    """The same state with every matrix in one block, fit to be the start of another loop; or as it is, where that is smaller.
-
-    Where the loop's own `identity` has tensors, so has the start: one from another device may not.
-    """
-    whole = {name for name, entry in (identity or {}).items() if isinstance(entry, Tensor)}
-    return {name: entries.compact(entry, whole=name in whole) for name, entry in state.items()}
+def compact(state: State) -> State:
+    """The same state with every matrix in one block, fit to be the start of another loop; or as it is, where that is smaller."""
+    return {name: entries.compact(entry) for name, entry in state.items()}
 
 
 def cat(parts: Sequence[State]) -> State:

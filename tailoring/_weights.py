@@ -140,7 +140,7 @@ class Weights(Adapter):
         if self.how != "rules" or _is_whole(sites):
             return differentiate(evaluate, state, graph)
         tapped = {s.key for s in sites if s.how in TAPPED}
-        free = {name: as_tensor(entry) for name, entry in state.items() if name not in tapped}
+        free = {name: entries.matrices(entry) for name, entry in state.items() if name not in tapped}
         hear = listen_compiled if is_dynamo_compiling() else listen
         with torch.enable_grad():
             found = hear(evaluate, state, free, graph)

@@ -185,18 +185,17 @@ def test_uses_of_a_bias_that_cancel_are_no_use_elsewhere(dtype):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_start_in_outer_products_is_made_a_kernel(rank):
+@pytest.mark.parametrize("options", [{}, {"backprop": "all"}, {"momentum": 0.5, "clip": 0.1, "proximal": 1.0}], ids=str)
+def test_a_start_in_outer_products_is_made_a_kernel(options, rank):
     """As from a device where kernels are kept so."""
     torch.manual_seed(0)
     net, x = LAYERS["conv, kernel"]()
-    model = Tailored(net.double(), smooth, adapt=Weights(), steps=2, lr=0.05)
-    start = model.tailor(x)
+    model = Tailored(net.double(), smooth, adapt=Weights(), steps=2, lr=0.05, **options)
     left, right = torch.randn(3, rank, 3, dtype=torch.float64), torch.randn(3, rank, 18, dtype=torch.float64)
-    start["0.weight"] = LowRank(((-1, left, right),))
-    found = model.tailor(x, start=start)
-    expected = model.tailor(x, start=start | {"0.weight": left.mT @ right})
-    torch.testing.assert_close(found["0.weight"], expected["0.weight"], **EXACT)
-    assert (found["0.weight"] - left.mT @ right).abs().max() > 1e-4
+    start = model.tailor(x) | {"0.weight": LowRank(((-1, left, right),))}
+    found, expected = (model.tailor(x, start=s)["0.weight"] for s in (start, start | {"0.weight": left.mT @ right}))
+    torch.testing.assert_close(found, expected, **EXACT)
+    assert (found - left.mT @ right).abs().max() > 1e-4
 
 
 def test_single_precision_with_the_channels_last_is_right_too():
